@@ -1,0 +1,90 @@
+"""A filter step and the whole vocabulary's next-token probabilities, sparse against dense.
+
+4,096 states, V = 50,257 and 262,144, density 1% and 3%, float32, in one process, by turns.
+"""
+
+import torch
+
+import harness
+from foretrace.hmm import HMM, SparseEmission, inference
+
+STATES = 4096
+BATCHES = (1, 8)
+
+
+def dense_hmm(vocab: int) -> HMM:
+    """Make a dense HMM; what stands in the tables does not matter to the clock."""
+    return HMM(
+        initial=torch.full((STATES,), 1 / STATES),
+        transition=torch.full((STATES, STATES), 1 / STATES),
+        emission=torch.full((vocab, STATES), 1 / vocab),
+    )
+
+
+def sparse_emission(vocab: int, density: float) -> SparseEmission:
+    """Store `density` of the entries, the same number for each token, at random states."""
+    per_token = round(density * STATES)
+    bounds = torch.arange(per_token + 1) * STATES // per_token  # one state from each stretch
+    states = bounds[:-1] + (torch.rand(vocab, per_token) * bounds.diff()).long()
+    return SparseEmission(
+        offsets=torch.arange(0, vocab * per_token + 1, per_token),
+        states=states.flatten(),
+        values=torch.rand(vocab * per_token) + 1e-3,
+        background=torch.full((vocab,), 1 / vocab),
+        leak=torch.full((STATES,), 1e-3),
+    )
+
+
+def held_bytes(emission: SparseEmission) -> int:
+    """Count what a sparse emission holds in memory."""
+    parts = emission.offsets, emission.states, emission.values, emission.background, emission.leak
+    return sum(part.nbytes for part in parts)
+
+
+def compare(report: harness.Report, dense: HMM, density: float, repeats: int) -> None:
+    """Time one sparse HMM against the dense one."""
+    vocab = dense.vocab_size
+    sparse = HMM(dense.initial, dense.transition, sparse_emission(vocab, density))
+    assert isinstance(sparse.emission, SparseEmission)
+    label = f"V={vocab:,} density {density:.0%}"
+    dense_bytes = 4 * STATES * vocab
+    held = held_bytes(sparse.emission)
+    report.add(f"{label}: emission in memory", held / 1e6, "MB")
+    report.add(f"{label}: memory, dense / sparse", dense_bytes / held, "x", at_least=0.3 / density)
+    for batch in BATCHES:
+        predicted = dense.initial.expand(batch, -1).contiguous()
+        tokens = torch.randint(0, vocab, (batch,))
+        step_dense, step_sparse, all_dense, all_sparse = harness.seconds(
+            lambda: inference.step(dense, predicted, tokens),  # noqa: B023
+            lambda: inference.step(sparse, predicted, tokens),  # noqa: B023
+            lambda: dense.emission.predict(predicted),  # noqa: B023
+            lambda: sparse.emission.predict(predicted),  # noqa: B023
+            repeats=repeats,
+        )
+        name = f"{label} batch {batch}"
+        report.add(f"{name}: filter step", step_sparse * 1e3, "ms")
+        report.add(
+            f"{name}: filter step, sparse / dense", step_sparse / step_dense, "x", at_most=1.5
+        )
+        report.add(f"{name}: vocabulary, dense", all_dense * 1e3, "ms")
+        report.add(f"{name}: vocabulary, sparse", all_sparse * 1e3, "ms")
+        report.add(f"{name}: vocabulary, dense / sparse", all_dense / all_sparse, "x", at_least=3)
+
+
+def main() -> None:
+    """Run the comparison."""
+    chosen = harness.options(__doc__)
+    report = harness.Report(
+        f"Inference at {STATES:,} states, float32, {torch.get_num_threads()} threads"
+    )
+    torch.manual_seed(0)
+    for vocab in (50_257, 262_144):
+        dense = dense_hmm(vocab)
+        for density in (0.01, 0.03):
+            compare(report, dense, density, repeats=5 if chosen.quick else 30)
+        del dense
+    report.publish(chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Steer what a language model writes, at decode time, by exact probabilities of its futures."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from foretrace.errors import ForetraceError
+    from foretrace.hmm import HMM, HMMConfig
+    from foretrace.vocabulary import fingerprint
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["HMM", "ForetraceError", "HMMConfig", "__version__", "fingerprint"]
+
+# Names are imported on first use, so that `import foretrace` costs milliseconds, not torch.
+_HOMES = {
+    "HMM": "foretrace.hmm",
+    "HMMConfig": "foretrace.hmm",
+    "ForetraceError": "foretrace.errors",
+    "fingerprint": "foretrace.vocabulary",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretrace' has no attribute '{name}'")
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

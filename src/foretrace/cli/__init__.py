@@ -1,0 +1,41 @@
+"""The command line: one file per verb; heavy imports wait until a verb runs."""
+
+import sys
+
+import typer
+
+from foretrace import __version__
+from foretrace.cli import hmm
+from foretrace.errors import ForetraceError
+
+app = typer.Typer(
+    name="foretrace",
+    help="Steer what a language model writes, at decode time.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(hmm.app, name="hmm")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foretrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Steer what a language model writes, at decode time."""
+
+
+def main() -> None:
+    """Run the command line; an error meant for people is printed as one, not as a traceback."""
+    try:
+        app()
+    except ForetraceError as error:
+        typer.secho(f"foretrace: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(1)

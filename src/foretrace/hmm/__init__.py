@@ -1,0 +1,19 @@
+"""The hidden Markov model. It knows tensors; it knows no text, no tokenizer and no LM."""
+
+from foretrace.hmm.config import HMMConfig
+from foretrace.hmm.emission import DenseEmission, Emission
+from foretrace.hmm.inference import Filtered
+from foretrace.hmm.model import HMM
+from foretrace.hmm.sparse import SparseEmission
+from foretrace.hmm.transition import DenseTransition, Transition
+
+__all__ = [
+    "HMM",
+    "DenseEmission",
+    "DenseTransition",
+    "Emission",
+    "Filtered",
+    "HMMConfig",
+    "SparseEmission",
+    "Transition",
+]

@@ -1,0 +1,133 @@
+"""What the hidden state says: an operator from states to tokens, and its dense form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from foretrace.hmm.probability import CHUNK_ELEMENTS, distribution_totals, matmul, working_dtype
+
+
+@runtime_checkable
+class Emission(Protocol):
+    """p(x | z) as an operator, token-major. Whoever has these can stand in for a dense table."""
+
+    kind: ClassVar[str]
+    """Name of this form in `config.json`."""
+
+    @property
+    def num_states(self) -> int:
+        """h, the number of hidden states."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the parameters are stored in."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Give p(x | z) of each token for all states: (...) ids -> (..., h)."""
+
+    def predict(self, belief: Tensor) -> Tensor:
+        """Give sum_z belief[z] p(x | z) for the whole vocabulary: (..., h) -> (..., V)."""
+
+    def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Give sum over `tokens` of values[x] p(x | z): (..., n) values, (n,) ids -> (..., h)."""
+
+    def sample(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw a token for each state: (n,) -> (n,)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the parameters by name, to be saved."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Build it from what `tensors` gave."""
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """Move or convert it."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseEmission:
+    """p(x | z) as a (V, h) table: `table[x, z]`, columns sum to 1.
+
+    Token-major, so that the row of one token, which is what filtering reads, is contiguous.
+    """
+
+    kind: ClassVar[str] = "dense"
+    table: Tensor
+    _normaliser: Tensor = field(init=False, repr=False)  # (h,): 1 / what each column sums to
+
+    def __post_init__(self) -> None:
+        totals = distribution_totals("emission", self.table, dim=0)
+        normaliser = totals.reciprocal().to(working_dtype(self.table.dtype))
+        object.__setattr__(self, "_normaliser", normaliser)
+
+    @property
+    def num_states(self) -> int:
+        """h, the number of hidden states."""
+        return self.table.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens."""
+        return self.table.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the table is stored in."""
+        return self.table.dtype
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Give p(x | z) of each token for all states: (...) ids -> (..., h)."""
+        return self.table[tokens] * self._normaliser
+
+    def predict(self, belief: Tensor) -> Tensor:
+        """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
+        return matmul(belief * self._normaliser, self.table.T)
+
+    def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
+        return matmul(values, self.table[tokens]) * self._normaliser
+
+    def sample(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw a token for each state by inverting its cumulative distribution: (n,) -> (n,)."""
+        uniform = uniforms(states, generator)
+        tokens = torch.empty_like(states)
+        distinct, owner = torch.unique(states, return_inverse=True)
+        width = max(1, CHUNK_ELEMENTS // self.vocab_size)  # how many states at once
+        for first in range(0, len(distinct), width):
+            group = distinct[first : first + width]
+            cumulative = self.table[:, group].T.to(torch.float64).cumsum(-1)  # (group, V)
+            cumulative /= cumulative[:, -1:]
+            chosen = (owner >= first) & (owner < first + width)
+            position = owner[chosen] - first
+            # All states' curves as one: the curve of state i climbs from i to i + 1.
+            curve = (cumulative + torch.arange(len(group), device=states.device)[:, None]).flatten()
+            found = torch.searchsorted(curve, uniform[chosen] + position, right=True)
+            tokens[chosen] = found - position * self.vocab_size
+        return tokens
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the parameters by name, to be saved."""
+        return {"table": self.table}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Build it from what `tensors` gave."""
+        return cls(tensors["table"])
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """Move or convert the table."""
+        return type(self)(self.table.to(device=device, dtype=dtype))
+
+
+def uniforms(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw float64 numbers from [0, 1), a hair short of 1: adding an integer must not round up."""
+    drawn = torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)
+    return drawn * (1 - 2.0**-36)

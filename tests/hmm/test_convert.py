@@ -1,0 +1,77 @@
+"""Checkpoints in the layouts of TRACE and Ctrl-G give the HMM that they were made from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from foretrace.errors import InvalidFileError
+from foretrace.hmm import HMM
+from foretrace.hmm.convert import read_published
+
+
+def write_published(folder: Path, hmm: HMM, layout: str) -> None:
+    """Write an HMM as TRACE or Ctrl-G would."""
+    identity = torch.eye(hmm.num_states, dtype=hmm.initial.dtype)
+    tensors = {
+        "alpha_exp": hmm.transition.predict(identity),
+        "beta": hmm.emission.predict(identity).log(),  # (h, V), state-major
+    }
+    if layout == "trace":
+        tensors["gamma_exp"] = hmm.initial[None].clone()
+        config = {"hidden_size": 8, "vocab_size": 30, "eos_token_id": 5, "sep_token_id": None}
+    else:
+        tensors["gamma"] = hmm.initial.log()
+        config = {"hidden_states": 8, "vocab_size": 30, "eos_token_id": 5}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("layout", ["trace", "ctrl-g"])
+def test_the_same_likelihoods(layout: str, tmp_path: Path) -> None:
+    hmm = HMM.random(8, 30, eos_token_id=5, seed=1)
+    write_published(tmp_path / layout, hmm, layout)
+    converted = read_published(tmp_path / layout)
+    texts = hmm.sample(20, 15, seed=0)
+    torch.testing.assert_close(
+        converted.log_likelihood(texts), hmm.log_likelihood(texts), rtol=1e-5, atol=1e-5
+    )
+    assert converted.config.eos_token_ids == (5,)
+    assert converted.config.distillation == {"converted_from": layout}
+    converted.save_pretrained(tmp_path / "ours")
+    assert HMM.from_pretrained(tmp_path / "ours").num_states == 8
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidFileError, match="neither 'gamma_exp'"):
+        read_published(tmp_path)
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidFileError, match="pickle"):
+        read_published(tmp_path)
+
+
+def test_a_missing_table_is_named(tmp_path: Path) -> None:
+    hmm = HMM.random(8, 30, seed=1)
+    write_published(tmp_path, hmm, "trace")
+    save_file({"gamma_exp": hmm.initial[None]}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidFileError, match="no tensor 'alpha_exp'"):
+        read_published(tmp_path)
+
+
+def test_probabilities_where_logarithms_belong(tmp_path: Path) -> None:
+    hmm = HMM.random(8, 30, seed=1)
+    write_published(tmp_path, hmm, "trace")
+    identity = torch.eye(8)
+    wrong = {"alpha_exp": hmm.transition.predict(identity), "gamma_exp": hmm.initial[None].clone()}
+    save_file({**wrong, "beta": hmm.emission.predict(identity)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidFileError, match="does not sum to 1"):
+        read_published(tmp_path)

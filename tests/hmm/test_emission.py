@@ -1,0 +1,112 @@
+"""Dense and sparse + background emissions do the same things to the same numbers."""
+
+import pytest
+import torch
+
+from foretrace.errors import InvalidModelError
+from foretrace.hmm import DenseEmission, Emission, SparseEmission
+from tiny import simplex, sparse_emission
+
+STATES, VOCAB = 7, 40
+
+
+def emission(form: str) -> Emission:
+    if form == "dense":
+        return DenseEmission(simplex(VOCAB, STATES, seed=3, dim=0))
+    return sparse_emission(VOCAB, STATES, share=0.2, seed=3)
+
+
+@pytest.fixture(params=["dense", "sparse"])
+def operator(request: pytest.FixtureRequest) -> Emission:
+    return emission(request.param)
+
+
+def test_rows_are_distributions_over_tokens(operator: Emission) -> None:
+    table = operator.rows(torch.arange(VOCAB))
+    assert table.shape == (VOCAB, STATES)
+    torch.testing.assert_close(table.sum(0), torch.ones(STATES, dtype=torch.float64))
+    tokens = torch.tensor([[3, 3], [0, 39]])  # any shape, tokens repeated
+    torch.testing.assert_close(operator.rows(tokens), table[tokens], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (5,), (2, 3)])
+def test_predict_is_a_product_with_the_table(operator: Emission, batch: tuple[int, ...]) -> None:
+    belief = simplex(*batch, STATES, seed=1)
+    expected = belief @ operator.rows(torch.arange(VOCAB)).T
+    torch.testing.assert_close(operator.predict(belief), expected)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_expect_sums_over_the_given_tokens(operator: Emission, batch: tuple[int, ...]) -> None:
+    tokens = torch.tensor([0, 5, 39])
+    values = torch.rand(*batch, 3, dtype=torch.float64)
+    expected = values @ operator.rows(tokens)
+    torch.testing.assert_close(operator.expect(values, tokens), expected)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounded_tables_still_sum_to_one(form: str, dtype: torch.dtype) -> None:
+    """What rounding takes from a state's distribution, its normaliser gives back."""
+    rounded = emission(form).to(None, dtype)
+    assert rounded.dtype == dtype
+    table = rounded.rows(torch.arange(VOCAB))
+    assert table.dtype == torch.float32  # beliefs are never narrower
+    torch.testing.assert_close(table.sum(0), torch.ones(STATES), rtol=0, atol=1e-6)
+    exact = emission(form).rows(torch.arange(VOCAB)).float()
+    precision = torch.finfo(dtype).eps
+    torch.testing.assert_close(table, exact, rtol=2 * precision, atol=1e-6)
+    belief = simplex(3, STATES, seed=5).float()
+    torch.testing.assert_close(
+        rounded.predict(belief), belief @ table.T, rtol=4 * precision, atol=1e-6
+    )
+
+
+def test_a_wide_belief_does_not_vanish_in_float16() -> None:
+    states = 20_000
+    table = DenseEmission(torch.full((4, states), 0.25, dtype=torch.float16))
+    belief = torch.full((states,), 1 / states)
+    belief[: states // 2] *= 1e-5  # far below the smallest float16
+    predicted = table.predict(belief / belief.sum())
+    torch.testing.assert_close(predicted, torch.full((4,), 0.25), rtol=1e-3, atol=0)
+
+
+def test_a_state_may_say_nothing_but_background() -> None:
+    background = torch.tensor([0.25, 0.75])
+    silent = SparseEmission(
+        offsets=torch.tensor([0, 1, 1]),
+        states=torch.tensor([0]),
+        values=torch.tensor([1.0]),
+        background=background,
+        leak=torch.tensor([0.0, 1.0]),
+    )
+    torch.testing.assert_close(silent.rows(torch.tensor([0, 1])).T[1], background)
+    drawn = silent.sample(torch.ones(4000, dtype=torch.long), torch.Generator().manual_seed(0))
+    assert abs(drawn.float().mean() - 0.75) < 0.03
+    assert not silent.sample(torch.zeros(50, dtype=torch.long), None).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"values": torch.tensor([0.5, -0.1])}, "negative"),
+        ({"values": torch.tensor([0.5, float("nan")])}, "NaN"),
+        ({"states": torch.tensor([0, 2])}, "outside"),
+        ({"states": torch.tensor([0, 0]), "offsets": torch.tensor([0, 2, 2])}, "each named once"),
+        ({"offsets": torch.tensor([0, 1, 3])}, "must agree"),
+        ({"background": torch.tensor([0.5, 0.1])}, "background does not sum to 1"),
+        ({"leak": torch.tensor([0.5, 1.5])}, "leak"),
+        ({"values": torch.tensor([0.5, 0.0])}, "does not sum to 1"),
+    ],
+)
+def test_a_broken_sparse_table_is_refused(change: dict[str, torch.Tensor], complaint: str) -> None:
+    sound = {
+        "offsets": torch.tensor([0, 1, 2]),
+        "states": torch.tensor([0, 1]),
+        "values": torch.tensor([0.5, 0.5]),
+        "background": torch.tensor([0.5, 0.5]),
+        "leak": torch.tensor([0.5, 0.5]),
+    }
+    SparseEmission(**sound)
+    with pytest.raises(InvalidModelError, match=complaint):
+        SparseEmission(**(sound | change))

@@ -1,0 +1,137 @@
+"""The HMM as an object: frozen, checked at the door, the same on every path in."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from foretrace.errors import InvalidInputError, InvalidModelError
+from foretrace.hmm import HMM, HMMConfig, inference
+from tiny import KroneckerTransition, simplex, sparse_emission, tiny_hmm
+
+
+def test_it_is_frozen() -> None:
+    hmm = tiny_hmm("dense")
+    with pytest.raises(FrozenInstanceError):
+        hmm.initial = torch.ones(3)  # type: ignore[misc]
+
+
+def test_it_says_what_it_is() -> None:
+    hmm = HMM.random(8, 20, eos_token_id=4)
+    assert repr(hmm) == "HMM(8 states, 20 tokens, dense transition, dense emission, float32, cpu)"
+    assert hmm.nbytes == 4 * (8 + 64 + 160)
+    assert hmm.config.eos_token_ids == (4,)
+
+
+def test_end_of_text_is_absorbing() -> None:
+    texts = HMM.random(8, 20, eos_token_id=4, seed=1).sample(500, 30, seed=0)
+    ended = (texts == 4).cumsum(1) > 0
+    assert ended[:, -1].any()
+    assert (texts[ended] == 4).all()
+
+
+def test_random_is_deterministic_in_the_seed() -> None:
+    assert torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=3).initial)
+    assert not torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=4).initial)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_half_precision_stays_close(form: str, dtype: torch.dtype) -> None:
+    exact = HMM(
+        simplex(64, seed=0),
+        simplex(64, 64, seed=1),
+        sparse_emission(300, 64, share=0.1)
+        if form == "sparse"
+        else simplex(300, 64, seed=2, dim=0),
+    )
+    texts = exact.sample(8, 200, seed=0)
+    half = exact.to(dtype=dtype)
+    assert half.initial.dtype == torch.float32
+    per_token = (half.log_likelihood(texts).double() - exact.log_likelihood(texts)) / 200
+    assert per_token.abs().max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ((simplex(3, seed=0), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "must agree"),
+        ((simplex(4, seed=0), simplex(4, 4, seed=0), simplex(5, 3, seed=0, dim=0)), "token-major"),
+        ((simplex(4, seed=0), simplex(4, 4, seed=0), simplex(4, 5, seed=0)), "transposed"),
+        ((torch.ones(4), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "initial"),
+        (
+            (simplex(4, seed=0), torch.eye(4).long(), simplex(5, 4, seed=0, dim=0)),
+            "cannot be int64",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], complaint: str
+) -> None:
+    with pytest.raises(InvalidModelError, match=complaint):
+        HMM(*parts)
+
+
+def test_end_of_text_must_be_in_the_vocabulary() -> None:
+    with pytest.raises(InvalidModelError, match="eos_token_ids"):
+        HMM(
+            simplex(3, seed=0),
+            simplex(3, 3, seed=0),
+            simplex(4, 3, seed=0, dim=0),
+            HMMConfig(eos_token_ids=(4,)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "complaint"),
+    [
+        (torch.tensor([[0, 4]]), None, "vocabulary from 0 to 3"),
+        (torch.tensor([[0, -100]]), None, "mask them"),
+        (torch.tensor([0, 1]), None, "batch, length"),
+        (torch.tensor([[0.5]]), None, "must be ids"),
+        (torch.zeros(2, 0, dtype=torch.long), None, "at least 1 by 1"),
+        (torch.tensor([[0, 1]]), torch.tensor([True, True]), "mask has shape"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(
+    tokens: torch.Tensor, mask: torch.Tensor | None, complaint: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=complaint):
+        tiny_hmm("dense").log_likelihood(tokens, mask)
+
+
+def test_drawing_nothing_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least 1"):
+        tiny_hmm("dense").sample(0, 5)
+
+
+def test_it_carries_32768_states_and_262144_tokens() -> None:
+    """The largest size promised, with a structured transition and 0.01% of the emission stored."""
+    states, vocab, per_token = 32_768, 262_144, 4
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, states // per_token, (vocab, per_token), generator=generator)
+    chosen = chosen + torch.arange(per_token) * (states // per_token)  # rising, each once
+    # every state keeps an entry: the first tokens name them all in turn
+    chosen[: states // per_token] = torch.arange(states // per_token)[:, None] + torch.arange(
+        per_token
+    ) * (states // per_token)
+    from foretrace.hmm import SparseEmission
+
+    emission = SparseEmission(
+        offsets=torch.arange(0, vocab * per_token + 1, per_token),
+        states=chosen.flatten(),
+        values=torch.rand(vocab * per_token, generator=generator) + 0.01,
+        background=torch.full((vocab,), 1 / vocab),
+        leak=torch.full((states,), 0.1),
+    )
+    transition = KroneckerTransition(
+        simplex(128, 128, seed=0).float(), simplex(256, 256, seed=1).float()
+    )
+    hmm = HMM(torch.full((states,), 1 / states), transition, emission)
+    texts = hmm.sample(8, 16, seed=0)
+    assert hmm.log_likelihood(texts).isfinite().all()
+    stepped = inference.step(hmm, hmm.initial.expand(8, -1), texts[:, 0])
+    torch.testing.assert_close(stepped.belief.sum(-1), torch.ones(8))
+    next_token = hmm.emission.predict(stepped.predicted)
+    torch.testing.assert_close(next_token.sum(-1), torch.ones(8), rtol=1e-4, atol=0)
+    assert hmm.nbytes < 20e6

@@ -1,0 +1,108 @@
+"""Sparse + background keeps its promise, on an HMM that EM has trained."""
+
+import numpy as np
+import pytest
+import torch
+from hmmlearn.hmm import CategoricalHMM
+
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM, SparseEmission
+from tiny import all_texts, tiny_hmm
+
+STATES, VOCAB, LENGTH = 32, 800, 24
+
+
+@pytest.fixture(scope="module")
+def texts() -> torch.Tensor:
+    """Text of a known HMM whose states each have a vocabulary of their own, as words do."""
+    generator = torch.Generator().manual_seed(0)
+    frequency = 1 / torch.arange(1, VOCAB + 1).double()
+    own = torch.rand(VOCAB, STATES, generator=generator) < 0.04
+    own[torch.arange(STATES), torch.arange(STATES)] = True
+    emission = frequency[:, None] * own
+    source = HMM.random(STATES, VOCAB, seed=1, dtype=torch.float64)
+    known = HMM(source.initial, source.transition, emission / emission.sum(0))
+    return known.sample(3000, LENGTH, seed=2)
+
+
+@pytest.fixture(scope="module")
+def trained(texts: torch.Tensor) -> HMM:
+    """Trained by hmmlearn's EM on 2,000 texts, smoothed by a pseudocount."""
+    start = HMM.random(STATES, VOCAB, seed=1, dtype=torch.float64)  # the transition is known
+    peer = CategoricalHMM(
+        STATES, init_params="", n_iter=25, implementation="scaling", tol=0, n_features=VOCAB
+    )
+    identity = torch.eye(STATES, dtype=torch.float64)
+    peer.startprob_ = start.initial.numpy()
+    peer.transmat_ = start.transition.predict(identity).numpy()
+    peer.emissionprob_ = start.emission.predict(identity).numpy()
+    seen = texts[:2000].numpy()
+    peer.fit(seen.reshape(-1, 1), [LENGTH] * len(seen))
+    emission = torch.from_numpy(np.ascontiguousarray(peer.emissionprob_.T)) + 1e-6
+    initial, transition = torch.from_numpy(peer.startprob_), torch.from_numpy(peer.transmat_)
+    return HMM(initial, transition, emission / emission.sum(0))
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-3, 1e-4])
+def test_the_loss_is_within_the_promise(
+    trained: HMM, texts: torch.Tensor, tolerance: float
+) -> None:
+    sparse = trained.sparsify(tolerance)
+    assert isinstance(sparse.emission, SparseEmission)
+    everything = torch.arange(VOCAB)
+    exact, found = trained.emission.rows(everything), sparse.emission.rows(everything)
+    torch.testing.assert_close(found.sum(0), torch.ones(STATES, dtype=torch.float64))
+    nats = (torch.xlogy(exact, exact) - torch.xlogy(exact, found)).sum(0)  # (h,)
+    assert nats.max() <= tolerance
+    cost = sparse.config.sparsification
+    assert cost is not None
+    assert cost["nats_per_token"] == pytest.approx(float(nats.max()), abs=1e-9)
+    moved = (exact - found).abs().sum(0).max() / 2
+    assert cost["total_variation"] == pytest.approx(float(moved), abs=1e-9)
+    assert moved <= (tolerance / 2) ** 0.5  # Pinsker, as documented
+    for sample in (trained.sample(1000, LENGTH, seed=5), texts[2000:]):  # its own, and held-out
+        lost = (trained.log_likelihood(sample) - sparse.log_likelihood(sample)) / LENGTH
+        assert lost.mean() <= tolerance
+    assert cost["density"] < 0.6
+
+
+def test_a_smaller_tolerance_keeps_more(trained: HMM) -> None:
+    densities = []
+    for tolerance in (1e-1, 1e-2, 1e-3, 1e-4):
+        cost = trained.sparsify(tolerance).config.sparsification
+        assert cost is not None
+        densities.append(cost["density"])
+    assert densities == sorted(densities)
+    assert densities[0] < densities[-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_promise_holds_over_all_texts(seed: int) -> None:
+    """The expected loss over every text of 5 tokens, enumerated, is at most 5 tolerances."""
+    dense, tolerance = tiny_hmm("dense", seed), 0.2
+    sparse = dense.sparsify(tolerance)
+    exact, found = (hmm.log_likelihood(all_texts(5)) for hmm in (dense, sparse))
+    loss = (exact.exp() * (exact - found)).sum()
+    assert 0 <= loss + 1e-12 <= 5 * tolerance
+
+
+def test_smoothing_to_a_floor_costs_nothing() -> None:
+    """A table that is a floor and a few entries is represented exactly: the floor is rank one."""
+    table = torch.full((500, 6), 1e-5, dtype=torch.float64)
+    table[torch.arange(60), torch.arange(60) % 6] = 0.1
+    hmm = HMM.random(6, 500, seed=0, dtype=torch.float64)
+    sparse = HMM(hmm.initial, hmm.transition, table / table.sum(0)).sparsify(1e-3)
+    assert sparse.config.sparsification is not None
+    assert sparse.config.sparsification["density"] == pytest.approx(60 / 3000)
+    assert sparse.config.sparsification["nats_per_token"] < 2e-4
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, 2.0, float("nan")])
+def test_a_senseless_tolerance_is_refused(trained: HMM, tolerance: float) -> None:
+    with pytest.raises(InvalidInputError, match="nats per token"):
+        trained.sparsify(tolerance)
+
+
+def test_sparsifying_twice_is_refused(trained: HMM) -> None:
+    with pytest.raises(InvalidInputError, match="already"):
+        trained.sparsify(0.1).sparsify(0.1)

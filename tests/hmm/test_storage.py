@@ -1,0 +1,228 @@
+"""An HMM on disk: exact, mapped rather than copied, and refused with advice when damaged."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import foretrace
+from foretrace.errors import InvalidFileError, InvalidModelError, TokenizerMismatchError
+from foretrace.hmm import HMM, HMMConfig
+from tiny import simplex, sparse_emission
+
+CONFIG = HMMConfig(
+    eos_token_ids=(3,),
+    tokenizer_fingerprint="sha256:abc",
+    source_model="a-model",
+    distillation={"sequences": 1000, "seed": 1},
+)
+
+
+def make(form: str, dtype: torch.dtype) -> HMM:
+    initial, transition = simplex(6, seed=1), simplex(6, 6, seed=2)
+    if form == "sparse":
+        return HMM(initial, transition, sparse_emission(50, 6, seed=3), CONFIG).to(dtype=dtype)
+    return HMM(initial, transition, simplex(50, 6, seed=3, dim=0), CONFIG).to(dtype=dtype)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_saving_and_loading_are_exact(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    hmm = make(form, dtype)
+    hmm.save_pretrained(tmp_path / "once")
+    loaded = HMM.from_pretrained(tmp_path / "once", tokenizer_fingerprint="sha256:abc")
+    loaded.save_pretrained(tmp_path / "twice")
+    assert loaded.config == hmm.config
+    assert loaded.dtype == dtype
+    assert loaded.emission.kind == hmm.emission.kind
+    once = load_file(tmp_path / "once" / "hmm.safetensors")
+    twice = load_file(tmp_path / "twice" / "hmm.safetensors")
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+    texts = hmm.sample(4, 9, seed=0)
+    assert torch.equal(loaded.log_likelihood(texts), hmm.log_likelihood(texts))
+    assert sorted(path.name for path in (tmp_path / "once").iterdir()) == [
+        "config.json",
+        "hmm.safetensors",
+    ]
+
+
+def test_saving_can_narrow_on_the_way(tmp_path: Path) -> None:
+    make("dense", torch.float32).save_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert HMM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_a_sparse_hmm_of_a_real_vocabulary_takes_a_few_megabytes(tmp_path: Path) -> None:
+    hmm = HMM(
+        simplex(1024, seed=0),
+        simplex(1024, 1024, seed=1),
+        sparse_emission(50_257, 1024, share=0.01, seed=2),
+    )
+    hmm.save_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert (tmp_path / "hmm.safetensors").stat().st_size < 6e6
+
+
+def test_saving_over_an_hmm_replaces_it(tmp_path: Path) -> None:
+    make("dense", torch.float32).save_pretrained(tmp_path)
+    make("sparse", torch.float32).save_pretrained(tmp_path)
+    assert HMM.from_pretrained(tmp_path).emission.kind == "sparse+background"
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in content.items() if value}))
+
+    return edit
+
+
+def edit_tensor(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "hmm.safetensors"
+        tensors = {key: value.clone() for key, value in load_file(path).items()}
+        tensors[name] = change(tensors[name]).contiguous()
+        save_id = json.loads((folder / "config.json").read_text())["save_id"]
+        save_file(tensors, path, {"save_id": save_id})
+
+    return edit
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "hmm.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def replace_tensors_alone(folder: Path) -> None:
+    content = (folder / "config.json").read_text()
+    make("dense", torch.float32).save_pretrained(folder)
+    (folder / "config.json").write_text(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "truncated": (truncate, "damaged or cut short", "again"),
+    "no tensors": (lambda f: (f / "hmm.safetensors").unlink(), "no hmm.safetensors", "save it"),
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json", "save it"),
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "not JSON", "again"),
+    "not an object": (lambda f: (f / "config.json").write_text("[]"), "not an object", "again"),
+    "shape": (edit_config(num_states=7), r"but \(\d*,? ?7", "again"),
+    "vocabulary": (edit_config(vocab_size=51), r"shape \(50, 6\), but \(51, 6\)", "again"),
+    "no size": (edit_config(num_states=None), "lacks num_states", "again"),
+    "rows": (edit_tensor("transition.matrix", lambda t: t * 0.9), "sum to 1", "Normalise"),
+    "columns": (edit_tensor("emission.table", lambda t: t * 1.1), "sum to 1", "Normalise"),
+    "initial": (edit_tensor("initial", lambda t: t * 2), "initial does not sum", "Normalise"),
+    "NaN": (edit_tensor("emission.table", lambda t: t / (t > 0.05)), "NaN or infinity", "again"),
+    "logs": (edit_tensor("emission.table", torch.log), "logarithms", "exponentials"),
+    "newer": (edit_config(format_version=2), "version 2", "pip install -U foretrace"),
+    "foreign": (edit_config(format_version=None), "version None", "foretrace hmm convert"),
+    "kind": (edit_config(emission="spline"), "spline", "Upgrade"),
+    "wrong kind": (edit_config(emission="sparse+background"), "cannot be made of", "again"),
+    "eos": (edit_config(eos_token_ids=[99]), "eos_token_ids", "vocabulary"),
+    "eos type": (edit_config(eos_token_ids=["a"]), "cannot be read", "again"),
+    "torn": (replace_tensors_alone, "different saves", "again"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_with_advice(damage: str, tmp_path: Path) -> None:
+    do, what, advice = DAMAGES[damage]
+    make("dense", torch.float32).save_pretrained(tmp_path)
+    do(tmp_path)
+    with pytest.raises(InvalidFileError, match=what) as raised:
+        HMM.from_pretrained(tmp_path)
+    assert advice in str(raised.value)
+    assert isinstance(raised.value, foretrace.ForetraceError)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    make("dense", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer") as raised:
+        HMM.from_pretrained(tmp_path, tokenizer_fingerprint="sha256:other")
+    assert "make it anew" in str(raised.value)
+
+
+def test_unknown_keys_warn_but_do_not_stop(tmp_path: Path) -> None:
+    make("dense", torch.float32).save_pretrained(tmp_path)
+    edit_config(colour="blue")(tmp_path)
+    with pytest.warns(UserWarning, match="colour"):
+        HMM.from_pretrained(tmp_path)
+
+
+def test_neither_folder_nor_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for source in (tmp_path / "nowhere", "nobody/nothing-at-all"):
+        with pytest.raises(InvalidFileError, match="neither a local folder nor a hub") as raised:
+            HMM.from_pretrained(source)
+        assert "Check the spelling" in str(raised.value)
+
+
+def test_only_floating_point_is_stored(tmp_path: Path) -> None:
+    hmm = make("dense", torch.float32)
+    with pytest.raises(InvalidModelError, match="cannot be float8"):
+        hmm.save_pretrained(tmp_path, dtype=torch.float8_e4m3fn)
+
+
+LOAD_LARGE = """
+import resource, sys, torch
+from foretrace.hmm import HMM
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.rand(64, 64) @ torch.rand(64, 64)
+before = peak()
+hmm = HMM.from_pretrained(sys.argv[1])
+loaded = peak() - before
+hmm.log_likelihood(torch.randint(0, hmm.vocab_size, (4, 8)))
+hmm.emission.predict(hmm.initial[None])
+print(loaded, peak() - before)
+"""
+
+
+def test_a_large_hmm_is_mapped_not_copied(tmp_path: Path) -> None:
+    """4,096 states x 50,257 tokens in bfloat16: 445 MB, never twice in memory."""
+    states, vocab = 4096, 50_257
+    hmm = HMM(
+        torch.full((states,), 1 / states),
+        torch.full((states, states), 1 / states, dtype=torch.bfloat16),
+        torch.full((vocab, states), 1 / vocab, dtype=torch.bfloat16),
+    )
+    hmm.save_pretrained(tmp_path)
+    size = (tmp_path / "hmm.safetensors").stat().st_size
+    assert size > 2 * states * vocab
+    del hmm
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_LARGE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded, used = map(int, run.stdout.split())
+    assert loaded < 1.3 * size
+    assert used < 1.6 * size  # inference widens rows, never the table
+
+
+def test_threads_share_one_hmm() -> None:
+    hmm = make("sparse", torch.float32)
+    texts = hmm.sample(64, 50, seed=0)
+    alone = hmm.log_likelihood(texts)
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        results.append(hmm.log_likelihood(texts))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(torch.equal(result, alone) for result in results)

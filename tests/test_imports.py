@@ -1,0 +1,62 @@
+"""`import foretrace` and `foretrace --help` cost milliseconds: torch stays out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foretrace
+
+FOREIGN = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "sklearn", "vllm")
+
+
+def loaded_modules(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(*sys.modules, sep='\\n')"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    assert not loaded_modules("import foretrace").intersection(FOREIGN)
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    assert not loaded_modules("import foretrace.cli").intersection(FOREIGN)
+
+
+def test_import_time() -> None:
+    times = []
+    for _ in range(5):  # the machine is noisy: the best of five
+        run = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import foretrace"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        line = next(line for line in run.stderr.splitlines() if line.endswith("| foretrace"))
+        times.append(int(line.split("|")[1]) / 1e6)
+    assert min(times) < 0.15
+
+
+def test_help_time() -> None:
+    from time import perf_counter
+
+    command = Path(sys.executable).with_name("foretrace")
+    times = []
+    for _ in range(5):
+        start = perf_counter()
+        subprocess.run([command, "--help"], capture_output=True, check=True)
+        times.append(perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(foretrace.__all__) <= set(dir(foretrace))
+    for name in foretrace.__all__:
+        assert getattr(foretrace, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = foretrace.nonsense
