@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from foretrace import _io
+from foretrace.errors import InvalidInputError
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_scraps(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     _io.write_json(path, {"version": 1})
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidInputError, match="cannot be written"):
         _io.write_json(path, {"version": object()})
     with pytest.raises(UnicodeEncodeError), _io.written_aside(path) as scratch:
         scratch.write_text("half \ud800")

@@ -14,6 +14,10 @@ def test_order_does_not_matter_but_content_does() -> None:
     assert len({fingerprint(vocabulary) for vocabulary in distinct}) == len(distinct)
 
 
+def test_tokens_that_share_an_id() -> None:
+    assert foretrace.fingerprint({"a": 0, "b": 0}) == foretrace.fingerprint({"b": 0, "a": 0})
+
+
 def test_any_string_can_be_a_token() -> None:
     assert foretrace.fingerprint({"\ud800": 0, "é ": 1}).startswith("sha256:")
 

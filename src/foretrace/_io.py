@@ -12,12 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretrace.errors import InvalidFileError
+from foretrace.errors import InvalidFileError, InvalidInputError
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Give a scratch path beside `path`; rename it to `path` once it is whole and on the disk."""
+def written_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
+    """Give a scratch path beside `path`; name it `path` once it is whole and on the disk.
+
+    Without `replace`, a file that is there already stays, and FileExistsError is raised.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
@@ -26,7 +29,10 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield scratch
         scratch.chmod(mode)
         _flush_to_disk(scratch)
-        scratch.replace(path)
+        if replace:
+            scratch.replace(path)
+        else:
+            path.hardlink_to(scratch)  # unlike a rename, a link never replaces
         _flush_to_disk(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
@@ -40,10 +46,42 @@ def _flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add one JSON object to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, none if it is not there; a last line cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is not whole
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file of JSON lines anew."""
+    with written_aside(path) as scratch:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        scratch.write_text(text, "utf-8")
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as readable JSON."""
+    text = _to_json(path, content)
     with written_aside(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        scratch.write_text(text, "utf-8")
+
+
+def _to_json(path: Path, content: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{path.name} cannot be written: {error}. Use numbers, strings, lists and dictionaries."
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,11 +99,38 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, replace: bool = True
+) -> None:
     """Write tensors as one safetensors file."""
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with written_aside(path) as scratch:
-        save_file(on_host, scratch, dict(metadata))
+    with written_aside(path, replace=replace) as scratch:
+        _save_tensors(scratch, tensors, metadata)
+
+
+def write_tensors_and_json(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    json_path: Path,
+    content: Mapping[str, Any],
+) -> None:
+    """Write two files that belong together: both whole before either gets its name."""
+    text = _to_json(json_path, content)
+    with written_aside(path) as scratch, written_aside(json_path) as json_scratch:
+        _save_tensors(scratch, tensors, metadata)
+        json_scratch.write_text(text, "utf-8")
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    on_host: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        if plain.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
+            plain = plain.clone()
+        storages.add(plain.untyped_storage().data_ptr())
+        on_host[name] = plain
+    save_file(on_host, path, dict(metadata))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -81,6 +146,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except SafetensorError as error:
         raise InvalidFileError(
             f"{path} is damaged or cut short ({error}). Copy, download or save it again."
+        ) from error
+
+
+def tensor_shape(path: Path, name: str) -> tuple[int, ...]:
+    """Read a tensor's shape from the header alone."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise InvalidFileError(
+            f"{path} is damaged or cut short ({error}). Remove it or make it again."
         ) from error
 
 
@@ -108,11 +184,10 @@ def locate(source: str | os.PathLike[str], revision: str | None, patterns: Seque
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         fetched = snapshot_download(str(source), revision=revision, allow_patterns=list(patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidFileError(
             f"'{source}' is neither a local folder nor a hub repository that can be reached "

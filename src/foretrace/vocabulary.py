@@ -13,7 +13,7 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
     in whatever order they list them.
     """
     digest = hashlib.sha256()
-    for token, index in sorted(vocabulary.items(), key=lambda entry: entry[1]):
+    for token, index in sorted(vocabulary.items(), key=lambda entry: entry[::-1]):
         encoded = token.encode("utf-8", "surrogatepass")
         digest.update(b"%d %d " % (index, len(encoded)))  # the length keeps entries apart
         digest.update(encoded)

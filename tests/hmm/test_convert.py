@@ -45,6 +45,12 @@ def test_the_same_likelihoods(layout: str, tmp_path: Path) -> None:
     assert HMM.from_pretrained(tmp_path / "ours").num_states == 8
 
 
+def test_several_ends_of_text(tmp_path: Path) -> None:
+    write_published(tmp_path, HMM.random(8, 30, seed=1), "trace")
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert read_published(tmp_path).config.eos_token_ids == (1, 2)
+
+
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -55,7 +61,7 @@ def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidFileError, match="pickle"):
+    with pytest.raises(InvalidFileError, match=r"no model.safetensors.*pickle"):
         read_published(tmp_path)
 
 

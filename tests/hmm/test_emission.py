@@ -71,6 +71,35 @@ def test_a_wide_belief_does_not_vanish_in_float16() -> None:
     torch.testing.assert_close(predicted, torch.full((4,), 0.25), rtol=1e-3, atol=0)
 
 
+def test_tokens_must_not_vanish_in_float16() -> None:
+    table = torch.full((60_000, 2), 1e-8)
+    table[0] = 1 - 59_999e-8
+    with pytest.raises(InvalidModelError, match=r"59999 tokens.*Use bfloat16"):
+        DenseEmission(table).to(None, torch.float16)
+    assert DenseEmission(table).to(None, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_no_tokens_expect_nothing(form: str, dtype: torch.dtype) -> None:
+    none = (
+        emission(form).to(None, dtype).expect(torch.ones(3, 0), torch.tensor([], dtype=torch.long))
+    )
+    assert torch.equal(none, torch.zeros(3, STATES))
+
+
+def test_expecting_over_many_tokens_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, values = emission("dense"), torch.rand(2, VOCAB, dtype=torch.float64)
+    whole = dense.expect(values, torch.arange(VOCAB))
+    monkeypatch.setattr("foretrace.hmm.emission.CHUNK_ELEMENTS", 3 * STATES)
+    torch.testing.assert_close(dense.expect(values, torch.arange(VOCAB)), whole)
+
+
+def test_probabilities_come_row_by_row() -> None:
+    predicted = emission("sparse").predict(simplex(4, STATES, seed=0))
+    assert predicted.is_contiguous()
+
+
 def test_a_state_may_say_nothing_but_background() -> None:
     background = torch.tensor([0.25, 0.75])
     silent = SparseEmission(

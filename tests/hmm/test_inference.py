@@ -164,6 +164,33 @@ def test_smoothing_survives_a_better_explanation_that_cannot_be_reached() -> Non
     torch.testing.assert_close(posterior[0, :, 0], torch.ones(500))
 
 
+def test_a_change_of_mind_that_single_precision_can_just_follow() -> None:
+    """States that stick, and evidence that turns: exact in float64, finite in float32."""
+    sticky = HMM(
+        torch.tensor([0.5, 0.5], dtype=torch.float64),
+        torch.eye(2, dtype=torch.float64),
+        torch.tensor([[0.9999, 0.0001], [0.0001, 0.9999]], dtype=torch.float64),
+    )
+    for first, then in ((10, 30), (12, 40)):
+        text = torch.tensor([[0] * first + [1] * then])
+        torch.testing.assert_close(
+            sticky.smooth(text)[0, :, 1], torch.ones(first + then, dtype=torch.float64)
+        )
+        single = sticky.to(dtype=torch.float32)
+        posterior = single.smooth(text)
+        assert posterior.isfinite().all()
+        torch.testing.assert_close(posterior.sum(-1), torch.ones(1, first + then))
+        assert single.log_likelihood(text) <= sticky.log_likelihood(text).float() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_predicted_beliefs_sum_to_one_in_every_dtype(dtype: torch.dtype) -> None:
+    hmm = HMM.random(50, 30, seed=0).to(dtype=dtype)
+    filtered = hmm.filter(hmm.sample(4, 60, seed=0))
+    for belief in (filtered.belief, filtered.predicted):
+        torch.testing.assert_close(belief.sum(-1), torch.ones(4, 60), rtol=0, atol=1e-5)
+
+
 @given(
     seed=st.integers(0, 1000),
     form=st.sampled_from(FORMS),

@@ -52,12 +52,34 @@ def test_half_precision_stays_close(form: str, dtype: torch.dtype) -> None:
     assert per_token.abs().max() < 2e-3
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("wide", DTYPES)
+@pytest.mark.parametrize("narrow", DTYPES)
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_any_dtype_converts_to_any_other(form: str, narrow: torch.dtype, wide: torch.dtype) -> None:
+    hmm = HMM(
+        simplex(30, seed=0),
+        simplex(30, 30, seed=1),
+        sparse_emission(200, 30, share=0.1)
+        if form == "sparse"
+        else simplex(200, 30, seed=2, dim=0),
+    )
+    texts = hmm.sample(4, 20, seed=0)
+    there_and_back = hmm.to(dtype=narrow).to(dtype=wide)
+    assert there_and_back.dtype == wide
+    found = there_and_back.log_likelihood(texts).double() / 20
+    torch.testing.assert_close(found, hmm.log_likelihood(texts) / 20, rtol=0, atol=5e-3)
+
+
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
         ((simplex(3, seed=0), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "must agree"),
         ((simplex(4, seed=0), simplex(4, 4, seed=0), simplex(5, 3, seed=0, dim=0)), "token-major"),
         ((simplex(4, seed=0), simplex(4, 4, seed=0), simplex(4, 5, seed=0)), "transposed"),
+        ((torch.ones(1, 4), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "be .states"),
         ((torch.ones(4), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "initial"),
         (
             (simplex(4, seed=0), torch.eye(4).long(), simplex(5, 4, seed=0, dim=0)),
@@ -98,6 +120,15 @@ def test_tokens_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(InvalidInputError, match=complaint):
         tiny_hmm("dense").log_likelihood(tokens, mask)
+
+
+def test_arrays_and_lists() -> None:
+    hmm = tiny_hmm("dense")
+    assert hmm.log_likelihood([[0, 1]]).shape == (1,)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="torch tensor"):
+        HMM(hmm.initial.numpy(), hmm.transition, hmm.emission)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="vocabulary ends at 3"):
+        HMM.random(3, 4, eos_token_id=9)
 
 
 def test_drawing_nothing_is_refused() -> None:

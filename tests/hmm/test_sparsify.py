@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from hmmlearn.hmm import CategoricalHMM
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, SparseEmission
@@ -95,6 +97,36 @@ def test_smoothing_to_a_floor_costs_nothing() -> None:
     assert sparse.config.sparsification is not None
     assert sparse.config.sparsification["density"] == pytest.approx(60 / 3000)
     assert sparse.config.sparsification["nats_per_token"] < 2e-4
+
+
+@given(
+    seed=st.integers(0, 1000),
+    states=st.integers(1, 40),
+    vocab=st.integers(2, 60),
+    sharpness=st.sampled_from([0.3, 1.0, 4.0, 30.0]),
+    tolerance=st.sampled_from([1e-6, 1e-5, 1e-4, 1e-3, 1e-1]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_table_gets_its_promise(
+    seed: int, states: int, vocab: int, sharpness: float, tolerance: float, dtype: torch.dtype
+) -> None:
+    """It ends, and keeps the promise, on tables that are not sparse at all, and on peaked ones."""
+    hmm = HMM.random(states, vocab, seed=seed, dtype=dtype)
+    table = hmm.emission.rows(torch.arange(vocab)) ** sharpness
+    sharp = HMM(hmm.initial, hmm.transition, table / table.sum(0))
+    cost = sharp.sparsify(tolerance).config.sparsification
+    assert cost is not None
+    assert cost["nats_per_token"] <= tolerance
+
+
+def test_a_table_with_vanishing_entries() -> None:
+    table = torch.full((40, 3), 1e-43)
+    table[0], table[1] = 0.25, 0.75
+    hmm = HMM(torch.full((3,), 1 / 3), torch.eye(3), table)
+    cost = hmm.sparsify(1e-3).config.sparsification
+    assert cost is not None
+    assert cost["nats_per_token"] <= 1e-3
 
 
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, 2.0, float("nan")])

@@ -57,13 +57,21 @@ def sparsify(
     """Make an HMM's emission sparse: megabytes instead of gigabytes, at a measured loss."""
     from foretrace.hmm import HMM
 
-    _save(HMM.from_pretrained(source).sparsify(tolerance), out, dtype)
+    dense = HMM.from_pretrained(source)
+    sparse = dense.sparsify(tolerance)
+    _save(sparse, out, dtype)
+    if sparse.nbytes > dense.nbytes:
+        typer.echo(
+            "The sparse form is the larger one: this emission is not sparse. Raise --tolerance, or "
+            "stay with the dense form."
+        )
 
 
 def _save(hmm: "HMM", out: Path, dtype: StoredDtype | None) -> None:
     import torch
 
-    hmm.save_pretrained(out, None if dtype is None else getattr(torch, dtype.value))
+    hmm = hmm if dtype is None else hmm.to(dtype=getattr(torch, dtype.value))
+    hmm.save_pretrained(out)
     _describe(hmm)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     typer.echo(f"written to {out} ({size:.1f} MB)")

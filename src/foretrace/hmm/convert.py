@@ -26,13 +26,14 @@ def read_published(source: str | os.PathLike[str], *, revision: str | None = Non
     """Read a checkpoint of TRACE or Ctrl-G: a local folder, or a repository of the hub."""
     folder = _io.locate(source, revision, [CONFIG_FILE, TENSOR_FILE])
     path = folder / TENSOR_FILE
-    if not path.exists() and (folder / "pytorch_model.bin").exists():
-        raise InvalidFileError(
-            f"{folder} holds a pickle (pytorch_model.bin), which foretrace never opens: it can run "
-            f"code. Load it where you trust it, and save it with safetensors as {TENSOR_FILE}."
-        )
     settings = _io.read_json(folder / CONFIG_FILE)
-    tensors, _ = _io.read_tensors(path)
+    try:
+        tensors, _ = _io.read_tensors(path)
+    except InvalidFileError as error:
+        raise InvalidFileError(
+            f"{error} If the checkpoint is a pickle (pytorch_model.bin), which foretrace never "
+            f"opens since it can run code, load it where you trust it and save it with safetensors."
+        ) from error
     initial = _initial(tensors, path)
     states = initial.numel()
     transition = _io.take_tensor(tensors, "alpha_exp", (states, states), path)
@@ -40,7 +41,7 @@ def read_published(source: str | os.PathLike[str], *, revision: str | None = Non
     log_emission = _io.take_tensor(tensors, "beta", (states, vocab), path)
     eos = settings.get("eos_token_id")
     config = HMMConfig(
-        eos_token_ids=() if eos is None else (int(eos),),
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         distillation={"converted_from": str(source) if folder != Path(source) else folder.name},
     )
     try:

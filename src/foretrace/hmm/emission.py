@@ -7,7 +7,14 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from foretrace.hmm.probability import CHUNK_ELEMENTS, distribution_totals, matmul, working_dtype
+from foretrace.errors import InvalidModelError
+from foretrace.hmm.probability import (
+    CHUNK_ELEMENTS,
+    converted,
+    distribution_totals,
+    matmul,
+    working_dtype,
+)
 
 
 @runtime_checkable
@@ -93,7 +100,12 @@ class DenseEmission:
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
-        return matmul(values, self.table[tokens]) * self._normaliser
+        expected = values.new_zeros(*values.shape[:-1], self.num_states)
+        step = max(1, CHUNK_ELEMENTS // self.num_states)
+        for first in range(0, len(tokens), step):
+            some = slice(first, first + step)
+            expected += matmul(values[..., some], self.table[tokens[some]])
+        return expected * self._normaliser
 
     def sample(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a token for each state by inverting its cumulative distribution: (n,) -> (n,)."""
@@ -123,8 +135,16 @@ class DenseEmission:
         return cls(tensors["table"])
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
-        """Move or convert the table."""
-        return type(self)(self.table.to(device=device, dtype=dtype))
+        """Move or convert the table; tokens must not vanish in float16."""
+        table = converted(self.table, self._normaliser, device, dtype)
+        if dtype == torch.float16:
+            vanished = (table.amax(1) == 0) & (self.table.amax(1) > 0).to(table.device)
+            if bool(vanished.any()):
+                raise InvalidModelError(
+                    f"{int(vanished.sum())} tokens have no probability above 6e-8 in any state, "
+                    f"and would become impossible in float16. Use bfloat16."
+                )
+        return type(self)(table)
 
 
 def uniforms(like: Tensor, generator: torch.Generator | None) -> Tensor:

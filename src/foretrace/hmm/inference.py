@@ -75,7 +75,9 @@ def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditio
 def step(hmm: Parameters, predicted: Tensor, tokens: Tensor) -> Filtered:
     """Advance the filter by one token: (B, h) predicted, (B,) ids."""
     belief, log_probability = condition(hmm.emission, predicted, tokens)
-    return Filtered(belief, hmm.transition.predict(belief), log_probability)
+    predicted = hmm.transition.predict(belief)
+    predicted = predicted / predicted.sum(-1, keepdim=True)  # products in half precision round
+    return Filtered(belief, predicted, log_probability)
 
 
 def scan(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Iterator[Filtered]:
@@ -100,8 +102,12 @@ def filter(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Filte
 
     Where masked, belief and predicted are those of the position before, at the start `initial`.
     """
-    along = list(scan(hmm, tokens, mask))
-    return Filtered(*(torch.stack(values, dim=1) for values in zip(*along, strict=True)))
+    whole = hmm.initial.new_empty(2, *tokens.shape, len(hmm.initial))
+    log_probability = hmm.initial.new_empty(tokens.shape)
+    for position, filtered in enumerate(scan(hmm, tokens, mask)):
+        whole[0, :, position], whole[1, :, position] = filtered.belief, filtered.predicted
+        log_probability[:, position] = filtered.log_probability
+    return Filtered(whole[0], whole[1], log_probability)
 
 
 def log_likelihood(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,8 +128,10 @@ def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tenso
     """Give the posteriors p(z_t | x_1 .. x_T): (B, T) ids -> (B, T, h), 0 where masked.
 
     Backward from the filter: p(z_t | all) = belief[z_t] sum_z' transition[z_t, z'] ratio[z'], with
-    ratio = p(z' | all) / p(z' | x up to t). Every factor is a distribution or a quotient of two,
-    so nothing underflows however long the text.
+    ratio = p(z' | all) / p(z' | x up to t). Every factor is a distribution or a quotient of two, so
+    that the length of the text does not matter. A state whose belief has fallen below the smallest
+    number of the dtype is forgotten; if all the later evidence is for such states, the filter's own
+    belief is the answer.
     """
     filtered = filter(hmm, tokens, mask)
     posterior = torch.zeros_like(filtered.belief)
@@ -131,7 +139,8 @@ def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tenso
     start = hmm.initial.expand_as(ratio)
     for position in reversed(range(tokens.shape[1])):
         current = filtered.belief[:, position] * hmm.transition.expect(ratio)
-        current = current / current.sum(-1, keepdim=True)
+        total = current.sum(-1, keepdim=True)
+        current = torch.where(total > 0, current / total, filtered.belief[:, position])
         predicted = filtered.predicted[:, position - 1] if position else start
         quotient = torch.where(
             predicted > torch.finfo(predicted.dtype).tiny, current / predicted, 0

@@ -39,6 +39,17 @@ class HMM:
         emission: Tensor | Emission,
         config: HMMConfig | None = None,
     ) -> None:
+        parts = {"initial": initial, "transition": transition, "emission": emission}
+        for name, part in parts.items():
+            if not isinstance(part, Tensor | Transition | Emission):
+                raise InvalidInputError(
+                    f"{name} is of type {type(part).__name__}. Give a torch tensor; "
+                    f"torch.from_numpy makes one of an array."
+                )
+        if initial.dim() != 1:
+            raise InvalidModelError(
+                f"initial has the shape {tuple(initial.shape)}, but must be (states,)."
+            )
         config = config or HMMConfig()
         moves = DenseTransition(transition) if isinstance(transition, Tensor) else transition
         speaks = DenseEmission(emission) if isinstance(emission, Tensor) else emission
@@ -72,6 +83,10 @@ class HMM:
         device: torch.device | str = "cpu",
     ) -> Self:
         """Draw every distribution uniformly; `eos_token_id` is what the last state alone says."""
+        if eos_token_id is not None and not 0 <= eos_token_id < vocab_size:
+            raise InvalidInputError(
+                f"eos_token_id is {eos_token_id}, but the vocabulary ends at {vocab_size - 1}."
+            )
         generator = torch.Generator(device).manual_seed(seed)
         work = working_dtype(dtype)
 
@@ -172,6 +187,7 @@ class HMM:
 
     def _admit(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check what a caller gave; masked positions may hold anything."""
+        tokens = torch.as_tensor(tokens)
         if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
             raise InvalidInputError(
                 f"tokens must be ids of shape (batch, length), at least 1 by 1, but are "

@@ -1,8 +1,7 @@
 """Tables of probabilities in any dtype: checked, summed and multiplied without a second copy.
 
 A table rounded to bfloat16 no longer sums to 1. Every operator therefore keeps the totals of its
-table and divides by them as it computes, so that what it applies is a distribution to working
-precision, whatever the table was stored as.
+table and divides by them as it computes, so that what rounding did to a whole row is undone.
 """
 
 from collections.abc import Iterator
@@ -35,15 +34,28 @@ def chunks(table: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def matmul(values: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply `values @ matrix` in the matrix's dtype; the result has the values' dtype.
+    """Multiply `values @ matrix`; the result has the values' dtype.
 
-    Rows are scaled to a maximum of 1 before they are narrowed: a belief spread over thousands of
-    states would otherwise vanish in float16.
+    bfloat16 products run as such, to bfloat16's precision. float16 is widened a few megabytes at a
+    time: it cannot hold a belief that is spread over thousands of states.
     """
     if values.dtype == matrix.dtype:
         return values @ matrix
-    peak = values.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
-    return ((values / peak).to(matrix.dtype) @ matrix).to(values.dtype) * peak
+    if matrix.dtype == torch.bfloat16:
+        return (values.to(matrix.dtype) @ matrix).to(values.dtype)
+    width = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[0]))
+    parts = [values @ part.to(values.dtype) for part in torch.split(matrix, width, dim=1)]
+    return torch.cat(parts, dim=-1)
+
+
+def converted(
+    table: Tensor, normaliser: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Move or convert a table. Widening folds the normaliser in: the wider dtype can hold it."""
+    moved = table.to(device=device, dtype=dtype)
+    if moved.dtype.itemsize > table.dtype.itemsize:
+        moved.mul_(normaliser.to(moved))
+    return moved
 
 
 def require_table_dtype(name: str, dtype: torch.dtype) -> None:
@@ -98,7 +110,8 @@ def _require_distributions(name: str, totals: Tensor, negative: bool, slack: flo
     error = (totals - 1).abs()
     if float(error.max()) > slack:
         worst = int(error.argmax())
+        whose = f" for state {worst}" if len(totals) > 1 else ""
         raise InvalidModelError(
-            f"{name} does not sum to 1 for state {worst}: it sums to {float(totals[worst]):.6g}. "
-            f"Normalise it, or check that it is not transposed."
+            f"{name} does not sum to 1{whose}: it sums to {float(totals[worst]):.6g}. Normalise "
+            f"it, or check that it is not transposed."
         )

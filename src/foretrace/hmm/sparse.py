@@ -18,6 +18,8 @@ from foretrace.errors import InvalidModelError
 from foretrace.hmm.emission import uniforms
 from foretrace.hmm.probability import require_table_dtype, working_dtype
 
+VECTOR_PRODUCTS = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # CSR needs it
+
 
 @dataclass(frozen=True, eq=False)
 class SparseEmission:
@@ -39,14 +41,16 @@ class SparseEmission:
     def __post_init__(self) -> None:
         self._check()
         work = working_dtype(self.values.dtype)
+        totals = torch.zeros_like(self.leak, dtype=torch.float64)
+        totals.index_add_(0, self.states.long(), self.values.to(torch.float64))
         # 32-bit indices: twice as fast in MKL and cuSPARSE, and half the memory.
         offsets, states = self.offsets.to(torch.int32), self.states.to(torch.int32)
         derived = {
             "offsets": offsets,
             "states": states,
             "background": self.background.to(work),
-            "leak": self.leak.to(work),
-            "_scale": self._derive_scale().to(work),
+            "leak": torch.where(totals > 0, self.leak, 1.0).to(work),
+            "_scale": self._derive_scale(totals).to(work),
             "_matrix": _csr(
                 offsets, states, self.values.to(work), (self.vocab_size, self.num_states)
             ),
@@ -57,6 +61,11 @@ class SparseEmission:
     def _check(self) -> None:
         require_table_dtype("sparse emission", self.values.dtype)
         entries = self.values.numel()
+        if entries >= 1 << 31:
+            raise InvalidModelError(
+                f"sparse emission has {entries} entries, but indices are of 32 bits. Sparsify with "
+                f"a larger tolerance."
+            )
         ends = self.offsets[[0, -1]].tolist()
         if self.states.shape != self.values.shape or ends != [0, entries]:
             raise InvalidModelError(
@@ -89,10 +98,8 @@ class SparseEmission:
         if bool((self.leak > 1).any()):
             raise InvalidModelError("sparse emission: leak must lie in [0, 1]. Make it again.")
 
-    def _derive_scale(self) -> Tensor:
+    def _derive_scale(self, totals: Tensor) -> Tensor:
         """Give what makes entries and background of each state sum to 1: (h,), float64."""
-        totals = torch.zeros_like(self.leak, dtype=torch.float64)
-        totals.index_add_(0, self.states.long(), self.values.to(torch.float64))
         kept = 1 - self.leak.to(torch.float64) * self.background.sum(dtype=torch.float64)
         if bool(((totals == 0) & (kept > 1e-4)).any()):
             raise InvalidModelError(
@@ -129,11 +136,12 @@ class SparseEmission:
         """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
         flat = belief.reshape(-1, self.num_states).to(self._matrix.dtype)  # (n, h)
         scaled = flat * self._scale
-        if len(flat) == 1:  # a matrix-vector product is twice as fast as one column
+        if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a matrix of one column
             entries = torch.mv(self._matrix, scaled[0])[None]
         else:
             entries = (self._matrix @ scaled.T).T
-        probabilities = entries + torch.outer(flat @ self.leak, self.background)
+        # In place, so that the result is row-major: sorting and softmax read rows.
+        probabilities = torch.outer(flat @ self.leak, self.background).add_(entries)
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 The promise is in nats: for every state z, KL(p(. | z), sparse(. | z)) <= tolerance. By the chain
 rule, text drawn from the HMM loses on average at most `tolerance` nats of log-likelihood per token;
-by Pinsker, every next-token distribution moves by at most sqrt(tolerance / 2) in total variation.
+by Pinsker, what a state says moves by at most sqrt(tolerance / 2) in total variation.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,23 @@ class Sparsification:
 
     tolerance: float
     nats_per_token: float
+    """Largest KL(dense, sparse) of a state's emission."""
     total_variation: float
+    """Largest distance between a state's dense and sparse emission."""
     density: float
+
+
+class _Cut(NamedTuple):
+    """How deep each state is cut, and what that means: tables are (LEVELS + 1, h), by depth."""
+
+    depth: Tensor  # (h,)
+    background: Tensor  # (V,)
+    leaks: Tensor
+
+    @property
+    def leak(self) -> Tensor:
+        """What each state leaks at its depth: (h,)."""
+        return self.leaks.gather(0, self.depth[None])[0]
 
 
 def sparsify(dense: DenseEmission, tolerance: float) -> tuple[SparseEmission, Sparsification]:
@@ -39,16 +55,23 @@ def sparsify(dense: DenseEmission, tolerance: float) -> tuple[SparseEmission, Sp
             f"tolerance is {tolerance}, but must lie between 1e-6 and 1: it is the loss of "
             f"log-likelihood, in nats per token, that you accept. 1e-3 is a good start."
         )
-    target = tolerance
+    cut, retreat = _deepest_cut(dense, tolerance), 1
     while True:
-        sparse = _keep_largest(dense, target)
-        cost = _measure(dense, sparse, tolerance)
-        if cost.nats_per_token <= tolerance:
-            return sparse, cost
-        target /= 2  # the background overlaps kept entries more than foreseen: keep more
+        sparse = _assemble(dense, cut)
+        nats, moved = _measure(dense, sparse)
+        broken = ~(nats <= tolerance) & (cut.depth < LEVELS)  # at LEVELS, nothing is left out
+        if not bool(broken.any()):
+            break
+        # Where the background says more of a kept entry than the table does, the loss is larger
+        # than foreseen: those states keep more.
+        depth = torch.where(broken, (cut.depth + retreat).clamp(max=LEVELS), cut.depth)
+        cut, retreat = cut._replace(depth=depth), 2 * retreat
+    density = sparse.values.numel() / (sparse.num_states * sparse.vocab_size)
+    worst = max(0.0, float(nats.max())), float(moved.max())
+    return sparse, Sparsification(tolerance, *worst, density)
 
 
-def _keep_largest(dense: DenseEmission, target: float) -> SparseEmission:
+def _deepest_cut(dense: DenseEmission, target: float) -> _Cut:
     """Cut every state as deep as the target allows, against the background that suits the cut.
 
     Each depends on the other: the background is what the cut leaves out. The first cuts leave out
@@ -56,14 +79,14 @@ def _keep_largest(dense: DenseEmission, target: float) -> SparseEmission:
     target tightens, and both settle.
     """
     (mass,) = _tails(dense, lambda tokens, p: [p])
-    cut = _deepest(mass <= FIRST_TARGET)
+    depth = _deepest(mass <= FIRST_TARGET)
     for current in _tightening(target):
-        background = _left_out(dense, cut)
+        background = _left_out(dense, depth)
         share, surprise = _tails(dense, partial(_shares, background))
-        leak = torch.where(mass > 0, mass / share, 0.0)  # (LEVELS + 1, h), for every depth
-        loss = surprise - torch.xlogy(mass, leak)
-        cut = _deepest((loss <= current) & (leak <= 1))
-    return _assemble(dense, cut, background, leak.gather(0, cut[None])[0])
+        leaks = torch.where(mass > 0, mass / share, 0.0)
+        loss = surprise - torch.xlogy(mass, leaks)
+        depth = _deepest((loss <= current) & (leaks <= 1))
+    return _Cut(depth, background, leaks)
 
 
 def _tightening(target: float) -> list[float]:
@@ -133,35 +156,32 @@ def _left_out(dense: DenseEmission, cut: Tensor) -> Tensor:
     return mixed / mixed.sum()
 
 
-def _assemble(
-    dense: DenseEmission, cut: Tensor, background: Tensor, leak: Tensor
-) -> SparseEmission:
+def _assemble(dense: DenseEmission, cut: _Cut) -> SparseEmission:
     """Collect the entries above the cut, less what the background says of them already."""
     counts, states, values = [], [], []
     for tokens, p in _walk(dense):
-        rest = p - background[tokens, None] * leak
-        kept = (_level(p) < cut) & (rest > 0)
+        rest = p - cut.background[tokens, None] * cut.leak
+        kept = (_level(p) < cut.depth) & (rest > 0)
         counts.append(kept.sum(-1))
         states.append(kept.nonzero()[:, 1].int())
         values.append(rest[kept].to(p.dtype))
     offsets = torch.cat([torch.zeros_like(counts[0][:1]), torch.cat(counts).cumsum(0)])
     work = values[0].dtype
     return SparseEmission(
-        offsets, torch.cat(states), torch.cat(values), background.to(work), leak.to(work)
+        offsets,
+        torch.cat(states),
+        torch.cat(values),
+        cut.background.to(work),
+        cut.leak.to(work),
     )
 
 
-def _measure(dense: DenseEmission, sparse: SparseEmission, tolerance: float) -> Sparsification:
-    """Hold the sparse table against the dense one, state by state."""
+def _measure(dense: DenseEmission, sparse: SparseEmission) -> tuple[Tensor, Tensor]:
+    """Hold sparse against dense: the KL and the total variation of every state, (h,) each."""
     nats = torch.zeros(dense.num_states, dtype=torch.float64, device=dense.table.device)
     moved = torch.zeros_like(nats)
     for tokens, p in _walk(dense):
         p, q = p.to(torch.float64), sparse.rows(tokens).to(torch.float64)
         nats += _surprise(p, q).sum(0)
         moved += (p - q).abs().sum(0) / 2
-    return Sparsification(
-        tolerance=tolerance,
-        nats_per_token=max(0.0, float(nats.max())),
-        total_variation=float(moved.max()),
-        density=sparse.values.numel() / (sparse.num_states * sparse.vocab_size),
-    )
+    return nats, moved

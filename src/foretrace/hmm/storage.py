@@ -45,7 +45,7 @@ def named_tensors(hmm: Parameters) -> dict[str, Tensor]:
 
 
 def write(folder: Path, hmm: Parameters, config: HMMConfig) -> None:
-    """Write both files, each aside first."""
+    """Write both files, aside first, then named one right after the other."""
     save_id = uuid4().hex  # the same in both files, so that a torn pair is seen at load
     layout = {
         "format_version": FORMAT_VERSION,
@@ -55,8 +55,13 @@ def write(folder: Path, hmm: Parameters, config: HMMConfig) -> None:
         "emission": hmm.emission.kind,
         "save_id": save_id,
     }
-    _io.write_tensors(folder / TENSOR_FILE, named_tensors(hmm), {"save_id": save_id})
-    _io.write_json(folder / CONFIG_FILE, {**layout, **config.to_json()})
+    _io.write_tensors_and_json(
+        folder / TENSOR_FILE,
+        named_tensors(hmm),
+        {"save_id": save_id},
+        folder / CONFIG_FILE,
+        {**layout, **config.to_json()},
+    )
 
 
 def read(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
-from foretrace.hmm.probability import distribution_totals, matmul, working_dtype
+from foretrace.hmm.probability import converted, distribution_totals, matmul, working_dtype
 
 
 @runtime_checkable
@@ -91,4 +91,4 @@ class DenseTransition:
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """Move or convert the matrix."""
-        return type(self)(self.matrix.to(device=device, dtype=dtype))
+        return type(self)(converted(self.matrix, self._normaliser[:, None], device, dtype))
