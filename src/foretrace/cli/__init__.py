@@ -5,7 +5,7 @@ import sys
 import typer
 
 from foretrace import __version__
-from foretrace.cli import hmm
+from foretrace.cli import em, hmm
 from foretrace.errors import ForetraceError
 
 app = typer.Typer(
@@ -14,6 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command(epilog=em.EPILOG)(em.em)
 app.add_typer(hmm.app, name="hmm")
 
 
@@ -36,6 +37,6 @@ def main() -> None:
     """Run the command line; an error meant for people is printed as one, not as a traceback."""
     try:
         app()
-    except ForetraceError as error:
+    except (ForetraceError, OSError) as error:
         typer.secho(f"foretrace: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)

@@ -1,0 +1,203 @@
+"""EM's speed: against bare matrix products, against hmmlearn, and as the vocabulary grows."""
+
+import math
+import resource
+import subprocess
+import sys
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import harness
+from foretrace.distill.counts import SMALLEST_FACTOR, Counts
+from foretrace.distill.expectation import BatchCounts, BatchParameters, Expectation
+from foretrace.hmm import HMM
+
+LENGTH = 32
+DISTINCT = 12_000  # distinct tokens in a batch, about what real text has
+
+
+def batch(states: int, sequences: int, length: int) -> tuple[BatchParameters, Tensor, BatchCounts]:
+    """Make parameters, (sequences, length) tokens and empty counts."""
+    torch.manual_seed(0)
+    parameters = BatchParameters(
+        initial=torch.softmax(torch.rand(states), 0),
+        transition=torch.softmax(torch.randn(states, states), 1),
+        rows=torch.softmax(torch.randn(DISTINCT, states), 0),
+    )
+    index = torch.randint(0, DISTINCT, (sequences, length))
+    return parameters, index, BatchCounts.zeros(DISTINCT, parameters.initial)
+
+
+def bare_products(states: int, sequences: int, length: int, dtype: torch.dtype) -> None:
+    """Multiply as often as EM must: forward, backward and counting, at every transition."""
+    left, right, matrix, moved = BARE[states, sequences, dtype]
+    for _ in range(length - 1):
+        torch.mm(left, matrix, out=right)
+    for _ in range(length - 1):
+        torch.mm(left, matrix.T, out=right)
+        torch.mm(left.T, right, out=moved)
+
+
+BARE: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+
+def against_products(
+    report: harness.Report, states: int, sequences: int, length: int, goal: float, repeats: int
+) -> None:
+    """Hold the E-step against its own products, in float32 and bfloat16."""
+    parameters, index, counts = batch(states, sequences, length)
+    jobs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        operands = torch.rand(sequences, states), torch.rand(sequences, states)
+        squares = torch.rand(states, states), torch.zeros(states, states)
+        left, right, matrix, moved = (tensor.to(dtype) for tensor in (*operands, *squares))
+        BARE[states, sequences, dtype] = left, right, matrix, moved
+        expectation = Expectation(states, length, dtype, parameters.initial)
+        jobs.append(partial(expectation.add, parameters, index, counts))
+        jobs.append(partial(bare_products, states, sequences, length, dtype))
+    single, single_bare, half, half_bare = harness.seconds(*jobs, repeats=repeats)
+    label = f"{states:,} states"
+    work = 6 * sequences * (length - 1) * states**2 / 1e9
+    report.add(f"{label}: E-step / bare products, float32", single / single_bare, "x", at_most=goal)
+    report.add(f"{label}: E-step / bare products, bfloat16", half / half_bare, "x")
+    report.add(f"{label}: E-step, float32 / bfloat16", single / half, "x", at_least=2)
+    report.add(f"{label}: E-step, float32", work / single, "GFLOPS")
+    report.add(f"{label}: E-step, bfloat16", work / half, "GFLOPS")
+    report.add(f"{label}: E-step, float32", sequences * length / single, "tokens/s")
+    BARE.clear()
+
+
+def one_step(counts: Counts, expectation: Expectation, texts: Tensor, step: float) -> None:
+    """Learn from one batch; a step of 1 with all texts is an iteration of plain EM."""
+    tokens, index = torch.unique(texts, return_inverse=True)
+    new = BatchCounts.zeros(len(tokens), counts.initial)
+    expectation.add(counts.parameters(tokens), index, new)
+    counts.update(tokens, new, step)
+
+
+def plain_em(start: HMM) -> tuple[Counts, Expectation]:
+    """Set up EM without pseudocounts."""
+    counts = Counts.from_hmm(start, LENGTH, pseudocount=0.0, eos_token_id=None)
+    return counts, Expectation(start.num_states, LENGTH, torch.float32, counts.initial)
+
+
+def hmmlearn_iteration(start: HMM, texts: Tensor) -> float:
+    """Time one iteration of hmmlearn from the same start, its fastest way."""
+    from hmmlearn.hmm import CategoricalHMM
+
+    identity = torch.eye(start.num_states)
+    peer = CategoricalHMM(
+        start.num_states,
+        n_iter=1,
+        init_params="",
+        implementation="scaling",
+        n_features=start.vocab_size,
+    )
+    peer.startprob_ = start.initial.double().numpy()
+    peer.transmat_ = start.transition.predict(identity).double().numpy()
+    peer.emissionprob_ = start.emission.predict(identity).double().numpy()
+    peer.startprob_ /= peer.startprob_.sum()
+    peer.transmat_ /= peer.transmat_.sum(1, keepdims=True)
+    peer.emissionprob_ /= peer.emissionprob_.sum(1, keepdims=True)
+    began = perf_counter()
+    peer.fit(texts.reshape(-1, 1).numpy(), [LENGTH] * len(texts))
+    return perf_counter() - began
+
+
+def against_hmmlearn(report: harness.Report, vocab: int, sequences: int) -> None:
+    """Hold one full-batch iteration against hmmlearn's."""
+    start = HMM.random(256, vocab, seed=0)
+    texts = torch.randint(0, vocab, (sequences, LENGTH), generator=torch.Generator().manual_seed(1))
+    theirs = hmmlearn_iteration(start, texts)
+    threads = torch.get_num_threads()
+    iteration = partial(one_step, *plain_em(start), texts, 1.0)
+    (ours,) = harness.seconds(iteration, repeats=5)
+    torch.set_num_threads(1)
+    (alone,) = harness.seconds(iteration, repeats=5)
+    torch.set_num_threads(threads)
+    label = f"256 states, V={vocab:,}, {sequences:,} sequences"
+    report.add(f"{label}: hmmlearn", theirs, "s")
+    report.add(f"{label}: foretrace", ours, "s")
+    report.add(
+        f"{label}: hmmlearn / foretrace, {threads} threads", theirs / ours, "x", at_least=100
+    )
+    report.add(f"{label}: hmmlearn / foretrace, 1 thread", theirs / alone, "x", at_least=60)
+
+
+def memory(report: harness.Report) -> None:
+    """Measure, in a process of its own, the peak of one iteration against the parameters."""
+    run = subprocess.run(
+        [sys.executable, __file__, "--measure-memory"], capture_output=True, text=True, check=True
+    )
+    ratio = float(run.stdout)
+    report.add("256 states, V=50,257: (peak - batch) / parameters", ratio, "x", at_most=3)
+
+
+def measure_memory() -> None:
+    """Print (peak memory of an iteration - its batch) / parameters."""
+    states, vocab, sequences = 256, 50_257, 2048
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    torch.rand(512, 512) @ torch.rand(512, 512)
+    texts = torch.randint(0, vocab, (sequences, LENGTH))
+    before = peak()
+    start = HMM.random(states, vocab, seed=0)
+    one_step(*plain_em(start), texts, 1.0)
+    distinct = len(torch.unique(texts))
+    # beliefs, four buffers of one position, and two tables of the batch's own tokens
+    held = 4 * states * (sequences * (LENGTH + 4) + 2 * distinct)
+    print((peak() - before - held) / (4 * states * (vocab + states)))
+
+
+def as_vocabulary_grows(report: harness.Report, sequences: int, repeats: int) -> None:
+    """Time the same batch in vocabularies of 50,257 and 262,144."""
+    texts = torch.randint(0, 50_257, (sequences, LENGTH))
+    times = {}
+    for vocab in (50_257, 262_144):
+        states = 1024
+        counts = Counts(
+            initial=torch.full((states,), 1 / states),
+            transition=torch.full((states, states), LENGTH / states**2),
+            emission=torch.full((vocab, states), LENGTH / states / vocab),
+            total=torch.full((states,), LENGTH / states),
+            pseudocount=1e-8,
+            eos_token_id=None,
+        )
+        expectation = Expectation(states, LENGTH, torch.float32, counts.initial)
+        step_job = partial(one_step, counts, expectation, texts, 0.01)
+        (step,) = harness.seconds(step_job, repeats=repeats)
+        (fold,) = harness.seconds(partial(counts.emission.mul_, 0.999), repeats=3)
+        # The factor falls by e a step on average, and is multiplied in at its smallest.
+        times[vocab] = step + fold / -math.log(SMALLEST_FACTOR)
+        report.add(f"one step, 1,024 states, V={vocab:,}", times[vocab], "s")
+        del counts
+    ratio = times[262_144] / times[50_257]
+    report.add("one step, V=262,144 / V=50,257", ratio, "x", at_most=1.2)
+
+
+def main() -> None:
+    """Run all comparisons."""
+    if sys.argv[1:] == ["--measure-memory"]:
+        measure_memory()
+        return
+    chosen = harness.options(__doc__)
+    quick = chosen.quick
+    report = harness.Report(f"EM, {torch.get_num_threads()} threads")
+    against_products(report, 1024, 1024, LENGTH, goal=1.2, repeats=3 if quick else 9)
+    against_products(
+        report, 4096, 512, 16 if quick else LENGTH, goal=1.1, repeats=1 if quick else 5
+    )
+    for vocab in (10_000,) if quick else (10_000, 50_257):
+        against_hmmlearn(report, vocab, 256 if quick else 2048)
+    memory(report)
+    as_vocabulary_grows(report, 256 if quick else 1024, repeats=3 if quick else 9)
+    report.publish(chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m foretrace`, which is what torchrun starts."""
+
+from foretrace.cli import main
+
+main()

@@ -1,0 +1,57 @@
+"""The processes that train together: one, or as many as torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return self.rank == 0
+
+    def part(self, rows: Tensor) -> Tensor:
+        """Take this process's part of a batch that all of them hold."""
+        return rows[self.rank :: self.size]
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Take over the leading process's tensor, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+
+@contextmanager
+def joined(device: torch.device | str = "cpu") -> Iterator[Group]:
+    """Join the processes that torchrun started, by NCCL on GPUs and gloo elsewhere."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield current()
+        return
+    dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
+    try:
+        yield current()
+    finally:
+        dist.destroy_process_group()
+
+
+def current() -> Group:
+    """Give the group as it stands: one process, unless `joined`."""
+    if dist.is_available() and dist.is_initialized():
+        return Group(dist.get_rank(), dist.get_world_size())
+    return Group()

@@ -1,0 +1,167 @@
+"""The corpus: atomic to append to, exact to read, the same order for everybody."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretrace.distill import Corpus, Manifest
+from foretrace.errors import InvalidFileError, InvalidInputError
+
+MANIFEST = Manifest(
+    length=4,
+    vocab_size=1000,
+    eos_token_id=0,
+    tokenizer_fingerprint="sha256:abc",
+    source_model="a-model",
+    sampling={"temperature": 1.0},
+)
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """Rows that can be told apart: row r holds r, r + 1, r + 2, r + 3."""
+    return torch.arange(first, first + count)[:, None] + torch.arange(4)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    made = Corpus.create(tmp_path / "corpus", MANIFEST)
+    for first, count in ((0, 50), (50, 30), (80, 41)):
+        made.append(numbered(first, count))
+    return made
+
+
+def test_what_goes_in_comes_out(corpus: Corpus) -> None:
+    again = Corpus(corpus.folder)
+    assert again.manifest == MANIFEST
+    assert [shard.rows for shard in again.shards()] == [50, 30, 41]
+    assert torch.equal(again.read(again.shards()[1]).long(), numbered(50, 30))
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65536, torch.uint16), (65537, torch.uint32)])
+def test_ids_are_stored_as_narrow_as_they_fit(
+    vocab: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    made = Corpus.create(tmp_path, Manifest(length=2, vocab_size=vocab))
+    made.append(torch.tensor([[0, vocab - 1]]))
+    (shard,) = made.shards()
+    assert made.read(shard).dtype == dtype
+    assert made.read(shard).long().tolist() == [[0, vocab - 1]]
+
+
+def test_an_epoch_is_every_training_row_once(corpus: Corpus) -> None:
+    split = corpus.split(held_out=12)
+    held_out = corpus.held_out(split)
+    assert 12 <= len(held_out) <= 15  # rounded up in every shard
+    batches = list(corpus.batches(split, 16, seed=1, epoch=0))
+    assert [len(batch) for batch in batches[:-1]] == [16] * (len(batches) - 1)
+    rows = torch.cat([*batches, held_out])
+    assert sorted(rows[:, 0].tolist()) == list(range(121))
+    assert torch.equal(rows[:, 3], rows[:, 0] + 3)
+
+
+def test_order_depends_on_seed_and_epoch_alone(corpus: Corpus) -> None:
+    split = corpus.split(held_out=0)
+
+    def order(seed: int, epoch: int) -> list[int]:
+        batches = corpus.batches(split, 16, seed=seed, epoch=epoch)
+        return torch.cat(list(batches))[:, 0].tolist()
+
+    assert order(1, 0) == order(1, 0)
+    assert order(1, 0) != order(2, 0)
+    assert order(1, 0) != order(1, 1)
+    assert order(1, 0) != sorted(order(1, 0))
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_reading_resumes_at_any_batch(corpus: Corpus, start: int) -> None:
+    split = corpus.split(held_out=0)
+    whole = list(corpus.batches(split, 16, seed=3, epoch=2))
+    rest = list(corpus.batches(split, 16, seed=3, epoch=2, start=start))
+    assert len(rest) == len(whole) - start
+    assert all(torch.equal(*pair) for pair in zip(rest, whole[start:], strict=True))
+
+
+APPEND_TEN = """
+import sys, torch
+from foretrace.distill import Corpus
+for turn in range(10):
+    row = int(sys.argv[2]) + turn + torch.arange(4)
+    Corpus(sys.argv[1]).append(row[None])
+"""
+
+
+def test_processes_append_side_by_side(tmp_path: Path) -> None:
+    made = Corpus.create(tmp_path, MANIFEST)
+    commands = [[sys.executable, "-c", APPEND_TEN, str(tmp_path), str(10 * n)] for n in range(4)]
+    workers = [subprocess.Popen(command) for command in commands]
+    assert [worker.wait() for worker in workers] == [0] * 4
+    found = [int(made.read(shard)[0, 0]) for shard in made.shards()]
+    assert sorted(found) == list(range(40))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_shard_that_is_there_stays(corpus: Corpus) -> None:
+    path = corpus.shards()[0].path
+    assert not corpus.write_shard(path, numbered(500, 2))
+    assert torch.equal(corpus.read(corpus.shards()[0]).long(), numbered(0, 50))
+
+
+def test_damage_is_found_and_named(corpus: Corpus) -> None:
+    path = corpus.shards()[1].path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InvalidFileError, match=r"shard-000001.safetensors is damaged.*Remove it"):
+        corpus.read(corpus.shards()[1])
+    path.write_bytes(content[:40])
+    with pytest.raises(InvalidFileError, match="cut short"):
+        corpus.shards()
+
+
+def test_another_kind_of_corpus_is_not_mixed_in(corpus: Corpus) -> None:
+    assert Corpus.create(corpus.folder, MANIFEST).manifest == MANIFEST
+    other = Manifest(length=8, vocab_size=1000, eos_token_id=0)
+    with pytest.raises(InvalidFileError, match=r"length.*differ"):
+        Corpus.create(corpus.folder, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "complaint"),
+    [
+        (torch.zeros(3, 5, dtype=torch.long), r"\(rows, 4\)"),
+        (torch.zeros(0, 4, dtype=torch.long), r"\(rows, 4\)"),
+        (torch.full((1, 4), 1000), "vocabulary of 1000"),
+        (torch.full((1, 4), -1), "another tokenizer"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    corpus: Corpus, tokens: torch.Tensor, complaint: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=complaint):
+        corpus.append(tokens)
+
+
+def test_more_cannot_be_held_out_than_there_is(corpus: Corpus) -> None:
+    with pytest.raises(InvalidInputError, match="which has 121"):
+        corpus.split(held_out=121)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [({"format_version": 9}, "format version"), ({"format_version": 1}, "cannot be read")],
+)
+def test_a_manifest_that_cannot_be_read(
+    content: dict[str, int], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidFileError, match=complaint):
+        Corpus(tmp_path)
+
+
+def test_an_empty_manifest_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least 1 token"):
+        Manifest(length=0, vocab_size=5)

@@ -1,0 +1,278 @@
+"""EM: never downhill, nearly as good in mini-batches, the same however many processes and kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
+from foretrace.distill.counts import Counts
+from foretrace.distill.expectation import BatchCounts, Expectation
+from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
+from foretrace.hmm import HMM
+from tiny import dense_tables
+
+EOS = 3
+
+
+def write_corpus(folder: Path, source: HMM, rows: int, length: int, shards: int = 3) -> Corpus:
+    eos = source.config.eos_token_ids
+    manifest = Manifest(
+        length=length,
+        vocab_size=source.vocab_size,
+        eos_token_id=eos[0] if eos else None,
+        source_model="an HMM",
+    )
+    corpus = Corpus.create(folder, manifest)
+    for texts in torch.chunk(source.sample(rows, length, seed=1), shards):
+        corpus.append(texts)
+    return corpus
+
+
+def concentrated(states: int, vocab: int, seed: int, eos: int | None = None) -> HMM:
+    """A source with structure to learn: peaked transitions and emissions."""
+    hmm = HMM.random(states, vocab, seed=seed, eos_token_id=eos)
+    initial, transition, emission = (
+        table**3 for table in dense_tables(hmm.to(dtype=torch.float64))
+    )
+    return HMM(
+        initial / initial.sum(),
+        transition / transition.sum(1, keepdim=True),
+        emission / emission.sum(0),
+        hmm.config,
+    )
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    states=st.integers(2, 6),
+    vocab=st.integers(5, 12),
+    eos=st.sampled_from([None, EOS]),
+)
+@settings(max_examples=40, deadline=None)
+def test_full_batch_em_never_goes_downhill(
+    seed: int, states: int, vocab: int, eos: int | None
+) -> None:
+    source = HMM.random(states, vocab, seed=seed + 1, eos_token_id=eos)
+    texts = source.sample(20, 8, seed=seed)
+    start = HMM.random(states, vocab, seed=seed, eos_token_id=eos, dtype=torch.float64)
+    counts = Counts.from_hmm(start, 8, pseudocount=0.0, eos_token_id=eos)
+    tokens, index = torch.unique(texts, return_inverse=True)
+    before = -float("inf")
+    for _ in range(6):
+        new = BatchCounts.zeros(len(tokens), counts.initial)
+        Expectation(states, 8, torch.float64, counts.initial).add(
+            counts.parameters(tokens), index, new
+        )
+        found = float(new.summary[0])
+        assert found >= before - 1e-9 * abs(found)
+        before = found
+        counts.update(tokens, new, 1.0)
+
+
+def test_mini_batches_reach_what_the_full_batch_reaches(tmp_path: Path) -> None:
+    source = concentrated(8, 60, seed=5)
+    corpus = write_corpus(tmp_path, source, rows=6000, length=16)
+    start = HMM.random(8, 60, seed=9)
+    full = train(start, corpus, EMConfig(epochs=60, batch_size=6000, last_step=1.0, held_out=1000))
+    mini = train(start, corpus, EMConfig(epochs=20, batch_size=250, held_out=1000))
+    fresh = source.sample(2000, 16, seed=77)
+    per_token = {
+        name: float(hmm.log_likelihood(fresh).mean()) / 16
+        for name, hmm in {"source": source, "full": full, "mini": mini}.items()
+    }
+    assert per_token["mini"] >= per_token["full"] - 0.02
+    assert per_token["mini"] >= per_token["source"] - 0.1
+
+
+def test_half_precision_trains_as_well(tmp_path: Path) -> None:
+    source = concentrated(16, 200, seed=3, eos=EOS)
+    corpus = write_corpus(tmp_path, source, rows=4000, length=16)
+    start = HMM.random(16, 200, seed=2, eos_token_id=EOS)
+    reached = {}
+    for dtype in ("float32", "bfloat16"):
+        seen: list[Progress] = []
+        config = EMConfig(epochs=10, batch_size=500, held_out=500, dtype=dtype)
+        train(start, corpus, config, observe=seen.append)
+        reached[dtype] = seen[-1].held_out
+    assert reached["float32"] is not None
+    assert reached["bfloat16"] is not None
+    assert abs(reached["float32"] - reached["bfloat16"]) < 0.005
+
+
+def test_it_reports_as_it_goes(tmp_path: Path) -> None:
+    source = concentrated(8, 60, seed=5, eos=EOS)
+    corpus = write_corpus(tmp_path / "corpus", source, rows=1100, length=16)
+    seen: list[Progress] = []
+    config = EMConfig(epochs=4, batch_size=100, held_out=100, evaluations=5)
+    hmm = train(
+        HMM.random(8, 60, seed=1, eos_token_id=EOS),
+        corpus,
+        config,
+        folder=tmp_path / "run",
+        observe=seen.append,
+    )
+    assert [progress.step for progress in seen] == list(range(1, 41))
+    assert {progress.steps for progress in seen} == {40}
+    assert seen[0].step_size == 1.0
+    assert seen[-1].step_size == pytest.approx(1 / 40)
+    measured = [progress for progress in seen if progress.held_out is not None]
+    assert len(measured) == 5
+    assert measured[-1].step == 40
+    held_out, yardstick = measured[-1].held_out, measured[-1].baselines
+    assert held_out is not None
+    assert yardstick is not None
+    assert held_out > yardstick.unigram
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert lines[-1]["held_out"] == held_out
+    told = hmm.config.distillation
+    assert told["held_out_log_likelihood"] == held_out
+    assert told["unigram_log_likelihood"] == yardstick.unigram
+    assert hmm.config.source_model == "an HMM"
+    # the figure is the likelihood of the held-out rows under the HMM that came out
+    rows = corpus.held_out(corpus.split(100))
+    text = (rows == EOS).cumsum(1) <= 1
+    again = float(hmm.log_likelihood(rows).sum()) / int(text.sum())
+    assert again == pytest.approx(held_out, abs=1e-4)
+
+
+def run_em(corpus: Path, out: Path, *more: str) -> list[str]:
+    options = ["--states", "12", "--epochs", "6", "--batch-size", "64", "--held-out", "100"]
+    options += ["--checkpoint-minutes", "0", "--seed", "4", "--device", "cpu"]
+    options += ["--dtype", "float64"]
+    return ["-m", "foretrace", "em", str(corpus), "--out", str(out), *options, *more]
+
+
+def tables(folder: Path) -> list[torch.Tensor]:
+    return list(dense_tables(HMM.from_pretrained(folder)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A corpus, and the HMM that one uninterrupted process makes of it."""
+    folder = tmp_path_factory.mktemp("em")
+    write_corpus(folder / "corpus", concentrated(12, 80, seed=8, eos=EOS), rows=1300, length=16)
+    command = [sys.executable, *run_em(folder / "corpus", folder / "one")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "held-out" in done.stdout
+    assert "bigram" in done.stdout
+    return folder / "corpus", folder / "one"
+
+
+def run_two_processes(arguments: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_processes_make_the_same_hmm(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    corpus, alone = trained
+    run_two_processes(run_em(corpus, tmp_path / "two"))
+    for found, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_two_processes_in_single_precision(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """One epoch: over many, EM itself amplifies what rounding adds in another order."""
+    corpus, _ = trained
+    once = ["--dtype", "float32", "--epochs", "1"]
+    run_two_processes(run_em(corpus, tmp_path / "two", *once))
+    subprocess.run([sys.executable, *run_em(corpus, tmp_path / "one", *once)], check=True)
+    for found, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_killed_and_resumed_is_uninterrupted(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """Killed with -9 in mid-epoch, three times; the metrics are whole as well."""
+    corpus, alone = trained
+    out = tmp_path / "killed"
+    command = [sys.executable, *run_em(corpus, out)]
+    for lines in (5, 30, 71):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or metrics.read_text().count("\n") < lines:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (out / "hmm.safetensors").exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for found, expected in zip(tables(out), tables(alone), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) == 6 * 19
+
+
+def test_a_finished_run_is_not_run_again(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    source = concentrated(4, 20, seed=1)
+    corpus = write_corpus(tmp_path / "corpus", source, rows=200, length=6)
+    config = EMConfig(epochs=2, batch_size=50, held_out=20)
+    start, seen = HMM.random(4, 20, seed=1), list[Progress]()
+    first = train(start, corpus, config, folder=tmp_path / "run")
+    again = train(start, corpus, config, folder=tmp_path / "run", observe=seen.append)
+    assert not seen
+    texts = source.sample(10, 6, seed=0)
+    assert torch.equal(first.log_likelihood(texts), again.log_likelihood(texts))
+
+
+def test_other_settings_do_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
+    train(start, corpus, config, folder=tmp_path / "run")
+    with pytest.raises(InvalidFileError, match=r"epochs was 2, is 3.*another folder"):
+        train(start, corpus, replace(config, epochs=3), folder=tmp_path / "run")
+    train(start, corpus, replace(config, checkpoint_minutes=1.0), folder=tmp_path / "run")
+    corpus.append(torch.zeros(1, 6, dtype=torch.long))
+    with pytest.raises(InvalidFileError, match="other shards"):
+        train(start, corpus, config, folder=tmp_path / "run")
+
+
+def test_an_hmm_and_a_corpus_must_belong_together(tmp_path: Path) -> None:
+    manifest = Manifest(length=6, vocab_size=20, eos_token_id=3, tokenizer_fingerprint="x")
+    corpus = Corpus.create(tmp_path, manifest)
+    corpus.append(torch.zeros(50, 6, dtype=torch.long))
+    config = EMConfig(held_out=5)
+    with pytest.raises(InvalidInputError, match="21 tokens and the corpus 20"):
+        train(HMM.random(4, 21), corpus, config)
+    with pytest.raises(InvalidInputError, match="same end of text"):
+        train(HMM.random(4, 20), corpus, config)
+    other = HMM.random(4, 20, eos_token_id=3)
+    other = HMM(
+        other.initial,
+        other.transition,
+        other.emission,
+        replace(other.config, tokenizer_fingerprint="y"),
+    )
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
+        train(other, corpus, config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"first_step": 0.2, "last_step": 0.5},
+        {"pseudocount": -1.0},
+        {"dtype": "int8"},
+    ],
+)
+def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError):
+        EMConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""Expected counts equal brute force over all paths."""
+
+import pytest
+import torch
+
+from foretrace.distill import expectation
+from foretrace.distill.expectation import BatchCounts, BatchParameters, Expectation
+from foretrace.hmm import HMM
+from tiny import LENGTH, STATES, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
+
+
+def parameters_of(hmm: HMM) -> BatchParameters:
+    return BatchParameters(*dense_tables(hmm))
+
+
+def count(hmm: HMM, texts: torch.Tensor, dtype: torch.dtype = torch.float64) -> BatchCounts:
+    counts = BatchCounts.zeros(TOKENS, hmm.initial)
+    Expectation(hmm.num_states, texts.shape[1], dtype, hmm.initial).add(
+        parameters_of(hmm), texts, counts
+    )
+    return counts
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
+@pytest.mark.parametrize("width", [None, 7])
+@pytest.mark.parametrize("stretch", [1, 3, 8])
+def test_counts_equal_enumeration(
+    form: str, width: int | None, stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expectation, "STRETCH", stretch)
+    if width is not None:  # a batch taken in parts is the whole batch
+        monkeypatch.setattr(expectation, "BUFFER_ELEMENTS", width * STATES * LENGTH)
+    hmm, texts = tiny_hmm(form), all_texts(LENGTH)
+    paths, joint = path_probabilities(hmm, texts)
+    possible = joint.sum(0) > 0
+    texts, joint = texts[possible], joint[:, possible]
+    found = count(hmm, texts)
+    posterior = joint / joint.sum(0)  # (P, N)
+    weight = posterior.sum(1)  # (P,)
+    initial = torch.zeros(STATES, dtype=torch.float64).index_add_(0, paths[:, 0], weight)
+    transition = torch.zeros(STATES * STATES, dtype=torch.float64)
+    emission = torch.zeros(TOKENS * STATES, dtype=torch.float64)
+    for t in range(LENGTH):
+        if t:
+            transition.index_add_(0, paths[:, t - 1] * STATES + paths[:, t], weight)
+        where = texts[:, t][None] * STATES + paths[:, t][:, None]  # (P, N)
+        emission.index_add_(0, where.flatten(), posterior.flatten())
+    torch.testing.assert_close(found.initial, initial, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.transition.flatten(), transition, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.rows.flatten(), emission, rtol=1e-10, atol=1e-10)
+    likelihood = joint.sum(0).log().sum()
+    torch.testing.assert_close(found.summary[0], likelihood, rtol=1e-10, atol=0)
+    assert found.summary[1] == len(texts)
+
+
+def test_half_precision_counts_come_close() -> None:
+    hmm = HMM.random(64, TOKENS, seed=1)
+    texts = hmm.sample(200, 30, seed=2)
+    exact, half = count(hmm, texts, torch.float32), count(hmm, texts, torch.bfloat16)
+    assert half.rows.dtype == torch.float32
+    torch.testing.assert_close(half.rows, exact.rows, rtol=0.03, atol=0.05)
+    torch.testing.assert_close(half.transition.sum(), exact.transition.sum(), rtol=0.01, atol=0)
+
+
+def test_an_impossible_sequence_teaches_nothing() -> None:
+    hmm = tiny_hmm("eos")  # after end of text (2) nothing else can follow
+    possible = torch.tensor([[0, 1, 3, 2, 2]])
+    both = torch.cat([possible, torch.tensor([[0, 2, 1, 1, 3]])])
+    alone, together = count(hmm, possible), count(hmm, both)
+    for name in ("initial", "transition", "rows"):
+        assert torch.equal(getattr(alone, name), getattr(together, name))
+    assert together.summary[0].isfinite()
+
+
+def test_evidence_for_what_cannot_be_reached_stays_finite() -> None:
+    hmm = HMM(
+        initial=torch.tensor([1.0, 0.0]),
+        transition=torch.eye(2),
+        emission=torch.tensor([[0.01, 0.99], [0.99, 0.01]]),
+    )
+    counts = BatchCounts.zeros(2, hmm.initial)
+    texts = torch.zeros(1, 300, dtype=torch.long)
+    tables = parameters_of(hmm.to(dtype=torch.float64))
+    parameters = tables.to(torch.float32)
+    Expectation(2, 300, torch.float32, hmm.initial).add(parameters, texts, counts)
+    torch.testing.assert_close(counts.rows, torch.tensor([[300.0, 0.0], [0.0, 0.0]]))
+
+
+def test_the_forward_half_is_the_likelihood() -> None:
+    hmm = tiny_hmm("dense")
+    texts = all_texts(LENGTH)
+    found = expectation.log_likelihood(parameters_of(hmm), texts)
+    torch.testing.assert_close(found, hmm.log_likelihood(texts))
