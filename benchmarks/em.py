@@ -1,10 +1,10 @@
 """EM's speed: against bare matrix products, against hmmlearn, and as the vocabulary grows."""
 
 import math
-import resource
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -12,23 +12,30 @@ from torch import Tensor
 
 import harness
 from foretrace.distill.counts import SMALLEST_FACTOR, Counts
-from foretrace.distill.expectation import BatchCounts, BatchParameters, Expectation
+from foretrace.distill.expectation import (
+    STRETCH,
+    BatchCounts,
+    BatchParameters,
+    Expectation,
+)
+from foretrace.distill.workspace import Workspace
 from foretrace.hmm import HMM
 
 LENGTH = 32
-DISTINCT = 12_000  # distinct tokens in a batch, about what real text has
+WORKSPACE = Workspace(torch.zeros(1))
 
 
 def batch(states: int, sequences: int, length: int) -> tuple[BatchParameters, Tensor, BatchCounts]:
     """Make parameters, (sequences, length) tokens and empty counts."""
     torch.manual_seed(0)
+    distinct = min(12_000, sequences * length // 4)  # tokens, about what real text has
     parameters = BatchParameters(
         initial=torch.softmax(torch.rand(states), 0),
         transition=torch.softmax(torch.randn(states, states), 1),
-        rows=torch.softmax(torch.randn(DISTINCT, states), 0),
+        rows=torch.softmax(torch.randn(distinct, states), 0),
     )
-    index = torch.randint(0, DISTINCT, (sequences, length))
-    return parameters, index, BatchCounts.zeros(DISTINCT, parameters.initial)
+    index = torch.randint(0, distinct, (sequences, length))
+    return parameters, index, BatchCounts.zeros(distinct, states, Workspace(parameters.initial))
 
 
 def bare_products(states: int, sequences: int, length: int, dtype: torch.dtype) -> None:
@@ -73,7 +80,7 @@ def against_products(
 def one_step(counts: Counts, expectation: Expectation, texts: Tensor, step: float) -> None:
     """Learn from one batch; a step of 1 with all texts is an iteration of plain EM."""
     tokens, index = torch.unique(texts, return_inverse=True)
-    new = BatchCounts.zeros(len(tokens), counts.initial)
+    new = BatchCounts.zeros(len(tokens), len(counts.initial), WORKSPACE)
     expectation.add(counts.parameters(tokens), index, new)
     counts.update(tokens, new, step)
 
@@ -141,16 +148,18 @@ def measure_memory() -> None:
     states, vocab, sequences = 256, 50_257, 2048
 
     def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     torch.rand(512, 512) @ torch.rand(512, 512)
     texts = torch.randint(0, vocab, (sequences, LENGTH))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is inherited: begin anew
     before = peak()
     start = HMM.random(states, vocab, seed=0)
     one_step(*plain_em(start), texts, 1.0)
     distinct = len(torch.unique(texts))
-    # beliefs, four buffers of one position, and two tables of the batch's own tokens
-    held = 4 * states * (sequences * (LENGTH + 4) + 2 * distinct)
+    # beliefs, stretches of evidence and messages, predictions, three tables of its own tokens
+    held = 4 * states * (sequences * (LENGTH + 2 * STRETCH + 1) + 3 * distinct)
     print((peak() - before - held) / (4 * states * (vocab + states)))
 
 
@@ -188,12 +197,12 @@ def main() -> None:
     chosen = harness.options(__doc__)
     quick = chosen.quick
     report = harness.Report(f"EM, {torch.get_num_threads()} threads")
-    against_products(report, 1024, 1024, LENGTH, goal=1.2, repeats=3 if quick else 9)
     against_products(
-        report, 4096, 512, 16 if quick else LENGTH, goal=1.1, repeats=1 if quick else 5
+        report, 1024, 1536 if quick else 4096, LENGTH, goal=1.2, repeats=3 if quick else 5
     )
+    against_products(report, 4096, 256 if quick else 1024, 16, goal=1.1, repeats=2 if quick else 4)
     for vocab in (10_000,) if quick else (10_000, 50_257):
-        against_hmmlearn(report, vocab, 256 if quick else 2048)
+        against_hmmlearn(report, vocab, 512 if quick else 2048)
     memory(report)
     as_vocabulary_grows(report, 256 if quick else 1024, repeats=3 if quick else 9)
     report.publish(chosen.json)

@@ -1,14 +1,17 @@
 """The corpus: atomic to append to, exact to read, the same order for everybody."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from foretrace.distill import Corpus, Manifest
+from foretrace.distill.corpus import Shard
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 MANIFEST = Manifest(
@@ -83,6 +86,25 @@ def test_reading_resumes_at_any_batch(corpus: Corpus, start: int) -> None:
     rest = list(corpus.batches(split, 16, seed=3, epoch=2, start=start))
     assert len(rest) == len(whole) - start
     assert all(torch.equal(*pair) for pair in zip(rest, whole[start:], strict=True))
+
+
+def test_reading_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Corpus.create(tmp_path, MANIFEST)
+    for first in range(0, 400, 20):
+        made.append(numbered(first, 20))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    read = Corpus.read
+
+    def watched(self: Corpus, shard: Shard) -> torch.Tensor:
+        tokens = read(self, shard)
+        alive.append(weakref.ref(tokens))
+        return tokens
+
+    monkeypatch.setattr(Corpus, "read", watched)
+    for _ in made.batches(made.split(held_out=0), 7, seed=0, epoch=0):
+        gc.collect()
+        assert sum(reference() is not None for reference in alive) <= 1
+    assert len(alive) == 20
 
 
 APPEND_TEN = """

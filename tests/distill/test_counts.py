@@ -5,6 +5,7 @@ import torch
 from foretrace.distill import counts as module
 from foretrace.distill.counts import Counts
 from foretrace.distill.expectation import BatchCounts
+from foretrace.distill.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from tiny import dense_tables
 
@@ -19,7 +20,7 @@ def start(eos: int | None = None) -> Counts:
 def random_batch(seed: int) -> tuple[torch.Tensor, BatchCounts]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randperm(VOCAB, generator=generator)[:6].sort().values
-    new = BatchCounts.zeros(6, torch.zeros(STATES, dtype=torch.float64))
+    new = BatchCounts.zeros(6, STATES, Workspace(torch.zeros(1, dtype=torch.float64)))
     new.flat.copy_(torch.rand(new.flat.shape, generator=generator, dtype=torch.float64))
     new.summary[1] = 4
     return tokens, new
@@ -49,8 +50,8 @@ def test_rows_of_a_batch_are_rows_of_the_hmm() -> None:
         for step in range(5):
             made.update(*random_batch(step), 0.5)
         tokens = torch.tensor([0, 7, 12])
+        everything = made.parameters(torch.arange(VOCAB)).rows.clone()
         parameters = made.parameters(tokens)
-        everything = made.parameters(torch.arange(VOCAB)).rows
         torch.testing.assert_close(everything.sum(0), torch.ones(STATES, dtype=torch.float64))
         hmm = made.to_hmm(HMMConfig(eos_token_ids=() if eos is None else (eos,)))
         initial, transition, emission = dense_tables(hmm)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
 from foretrace.distill.counts import Counts
 from foretrace.distill.expectation import BatchCounts, Expectation
+from foretrace.distill.workspace import Workspace
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM
 from tiny import dense_tables
@@ -69,7 +70,7 @@ def test_full_batch_em_never_goes_downhill(
     tokens, index = torch.unique(texts, return_inverse=True)
     before = -float("inf")
     for _ in range(6):
-        new = BatchCounts.zeros(len(tokens), counts.initial)
+        new = BatchCounts.zeros(len(tokens), states, Workspace(counts.initial))
         Expectation(states, 8, torch.float64, counts.initial).add(
             counts.parameters(tokens), index, new
         )

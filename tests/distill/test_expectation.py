@@ -5,6 +5,7 @@ import torch
 
 from foretrace.distill import expectation
 from foretrace.distill.expectation import BatchCounts, BatchParameters, Expectation
+from foretrace.distill.workspace import Workspace
 from foretrace.hmm import HMM
 from tiny import LENGTH, STATES, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
 
@@ -14,7 +15,7 @@ def parameters_of(hmm: HMM) -> BatchParameters:
 
 
 def count(hmm: HMM, texts: torch.Tensor, dtype: torch.dtype = torch.float64) -> BatchCounts:
-    counts = BatchCounts.zeros(TOKENS, hmm.initial)
+    counts = BatchCounts.zeros(TOKENS, hmm.num_states, Workspace(hmm.initial))
     Expectation(hmm.num_states, texts.shape[1], dtype, hmm.initial).add(
         parameters_of(hmm), texts, counts
     )
@@ -78,7 +79,7 @@ def test_evidence_for_what_cannot_be_reached_stays_finite() -> None:
         transition=torch.eye(2),
         emission=torch.tensor([[0.01, 0.99], [0.99, 0.01]]),
     )
-    counts = BatchCounts.zeros(2, hmm.initial)
+    counts = BatchCounts.zeros(2, 2, Workspace(hmm.initial))
     texts = torch.zeros(1, 300, dtype=torch.long)
     tables = parameters_of(hmm.to(dtype=torch.float64))
     parameters = tables.to(torch.float32)

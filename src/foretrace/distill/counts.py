@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretrace.distill.expectation import BatchCounts, BatchParameters
+from foretrace.distill.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import CHUNK_ELEMENTS
 
@@ -34,6 +35,9 @@ class Counts:
     pseudocount: float
     eos_token_id: int | None
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._workspace = Workspace(self.emission)
 
     @classmethod
     def from_hmm(
@@ -62,14 +66,18 @@ class Counts:
         return len(self.emission) - (self.eos_token_id is not None)
 
     def parameters(self, tokens: Tensor) -> BatchParameters:
-        """Turn counts into probabilities, for the (U,) tokens of a batch alone."""
-        rows = self.emission[tokens].mul_(self.factor).add_(self.pseudocount)
-        rows.div_(_positive(self.total + self.spoken * self.pseudocount))
+        """Turn counts into probabilities, for the (U,) tokens of a batch alone.
+
+        The rows stand where those of the call before stood.
+        """
+        rows = self._workspace.room("rows", len(tokens), len(self.total))
+        torch.index_select(self.emission, 0, tokens, out=rows)
+        share = _positive(self.total + self.spoken * self.pseudocount).reciprocal()
+        torch.addcmul(self.pseudocount * share, rows, self.factor * share, out=rows)
         transition = self.transition + self.pseudocount
         if self.eos_token_id is not None:
             rows[:, -1] = 0.0
-            ends = (tokens == self.eos_token_id).unsqueeze(-1)
-            rows = torch.where(ends, _last(rows), rows)
+            rows[tokens == self.eos_token_id] = _last(rows[0])
             transition[-1] = _last(transition[-1])
         transition /= _positive(transition.sum(-1, keepdim=True))
         initial = self.initial + self.pseudocount
@@ -111,7 +119,7 @@ class Counts:
             "transition": self.transition,
             "emission": self.emission,
             "total": self.total,
-            "factor": torch.tensor(self.factor, dtype=torch.float64),
+            "factor": self.total.new_tensor(self.factor, dtype=torch.float64),
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

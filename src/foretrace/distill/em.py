@@ -15,6 +15,7 @@ from foretrace.distill.counts import Counts
 from foretrace.distill.diary import Diary
 from foretrace.distill.expectation import BatchCounts, Expectation, log_likelihood
 from foretrace.distill.group import Group, current
+from foretrace.distill.workspace import Workspace
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.vocabulary import require_same_fingerprint
@@ -130,6 +131,7 @@ class _Run:
             sums if wanted.itemsize > sums.itemsize else wanted,  # never wider than the sums
             self.counts.initial,
         )
+        self.workspace = Workspace(self.counts.initial)
         self.step = 0
         self.last: Progress | None = None
         self.diary = None
@@ -189,7 +191,7 @@ class _Run:
         step_size = config.step_size(self.step / self.total)
         batch = batch.to(counts.emission.device)
         tokens, index = torch.unique(batch, return_inverse=True)
-        new = BatchCounts.zeros(len(tokens), counts.initial)
+        new = BatchCounts.zeros(len(tokens), len(counts.initial), self.workspace)
         self.expectation.add(counts.parameters(tokens), self.group.part(index), new)
         self.group.add_up(new.flat)
         counts.update(tokens, new, step_size)

@@ -6,16 +6,17 @@ numbers, in buffers that are allocated once.
 """
 
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
+from foretrace.distill.workspace import Workspace
 from foretrace.hmm.inference import IMPOSSIBLE
 
 BUFFER_ELEMENTS = 1 << 27  # beliefs kept for the backward pass: 512 MB of float32
-STRETCH = 8  # positions whose pairs of states are counted in one product
+STRETCH = 4  # positions whose pairs of states are counted in one product
 CEILING = 1e30  # evidence for states that cannot be reached grows without bound: keep it finite
 
 
@@ -42,11 +43,10 @@ class BatchCounts(NamedTuple):
     summary: Tensor  # (2,): log-likelihood in nats, sequences
 
     @classmethod
-    def zeros(cls, tokens: int, like: Tensor) -> Self:
-        """Make empty counts for `tokens` distinct tokens, and as many states as `like` has."""
-        states = len(like)
+    def zeros(cls, tokens: int, states: int, workspace: Workspace) -> Self:
+        """Make empty counts for `tokens` distinct tokens, in the place of any made before."""
         sizes = [states, states * states, tokens * states, 2]
-        flat = like.new_zeros(sum(sizes))
+        flat = workspace.room("counts", sum(sizes)).zero_()
         initial, transition, rows, summary = torch.split(flat, sizes)
         return cls(
             flat, initial, transition.view(states, states), rows.view(tokens, states), summary
@@ -61,12 +61,11 @@ class Expectation:
     """
 
     def __init__(self, states: int, length: int, dtype: torch.dtype, like: Tensor) -> None:
-        self.length, self.dtype = length, dtype
+        self.dtype = dtype
         self.width = max(1, BUFFER_ELEMENTS // (states * length))  # sequences at once
         self.stretch = min(STRETCH, length)
         self.moved = like.new_zeros(states, states)
-        self._like = like
-        self._memory: dict[str, Tensor] = {}
+        self._workspace = Workspace(like)
 
     def add(self, parameters: BatchParameters, index: Tensor, counts: BatchCounts) -> None:
         """Add to `counts` what (n, T) sequences are expected to do; `index` points into `rows`.
@@ -84,13 +83,8 @@ class Expectation:
         counts.transition.addcmul_(self.moved, parameters.transition)
         counts.summary[1] += len(index)
 
-    def _room(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Give working memory of a shape, allocated on first use: fresh pages cost time."""
-        needed = prod(shape)
-        held = self._memory.get(name)
-        if held is None or held.numel() < needed:
-            held = self._memory[name] = self._like.new_empty(needed, dtype=dtype or self.dtype)
-        return held[:needed].view(shape)
+    def _room(self, name: str, *shape: int) -> Tensor:
+        return self._workspace.room(name, *shape, dtype=self.dtype)
 
     def _forward(self, parameters: BatchParameters, tokens: Tensor, counts: BatchCounts) -> None:
         """Fill in the beliefs p(z_t | x up to t), and 1 / p(x_t | x before t)."""
@@ -98,56 +92,75 @@ class Expectation:
         states = len(parameters.initial)
         beliefs = self._room("beliefs", length, count, states)
         weights = self._room("weights", length, count, 1)
-        predicted, evidence = (self._room(name, count, states) for name in ("message", "evidence"))
+        predicted = self._room("predicted", count, states)
+        evidence = self._room("evidences", self.stretch, count, states)[0]
         predicted.copy_(parameters.initial.expand_as(predicted))
         for position, belief in enumerate(beliefs):
             if position:
                 torch.mm(beliefs[position - 1], parameters.transition, out=predicted)
             torch.index_select(parameters.rows, 0, tokens[position], out=evidence)
             torch.mul(predicted, evidence, out=belief)
-            probability = belief.sum(-1, keepdim=True, dtype=counts.summary.dtype)
+            # The sum runs in float32 in any case; asking for it would copy the belief first.
+            probability = belief.sum(-1, keepdim=True).to(counts.summary.dtype)
             possible = probability > IMPOSSIBLE
             weights[position] = torch.where(possible, probability.reciprocal(), 0.0)
             belief.mul_(weights[position])
             counts.summary[0] += probability.clamp_min(IMPOSSIBLE).log().sum()
 
     def _backward(self, parameters: BatchParameters, tokens: Tensor, counts: BatchCounts) -> None:
-        """Carry evidence back, and count: states by token, pairs of states, first states."""
+        """Carry evidence back, and turn the beliefs, in place, into p(z_t | the whole sequence).
+
+        A message is p(later tokens | z_t) / p(later tokens | x up to t). Pairs of states are
+        counted a stretch of positions at a time, in one longer product.
+        """
         length, count = tokens.shape
         states = len(parameters.initial)
         beliefs = self._room("beliefs", length, count, states)
         weights = self._room("weights", length, count, 1)
-        message = self._room("message", count, states)
-        posterior = self._room("posterior", count, states, dtype=counts.rows.dtype)
-        evidences = self._room("stretch", self.stretch, count, states)
-        message.fill_(1.0)  # p(later tokens | z_t) / p(later tokens | x up to t)
-        for position in reversed(range(length)):
-            torch.mul(beliefs[position], message, out=posterior)
-            counts.rows.index_add_(0, tokens[position], posterior)
-            if position == 0:
-                break
-            # Pairs of states are counted a stretch of positions at a time: one longer product.
+        evidences = self._room("evidences", self.stretch, count, states)
+        messages = self._room("messages", self.stretch, count, states)
+        message = messages[0].fill_(1.0)
+        for position in reversed(range(1, length)):
             place = (position - 1) % self.stretch
             evidence = evidences[place]
             torch.index_select(parameters.rows, 0, tokens[position], out=evidence)
             evidence.mul_(message).mul_(weights[position]).clamp_(max=CEILING)
-            torch.mm(evidence, parameters.transition.T, out=message)
+            message = torch.mm(evidence, parameters.transition.T, out=messages[place])
             if place == 0:
-                last = min(position - 1 + self.stretch, length - 1)
-                before = beliefs[position - 1 : last]
-                self._count_pairs(before.flatten(0, 1), evidences[: len(before)].flatten(0, 1))
-        counts.initial.add_(posterior.sum(0))
+                before = beliefs[position - 1 : min(position - 1 + self.stretch, length - 1)]
+                self._count_pairs(before, evidences[: len(before)])
+                before.mul_(messages[: len(before)])
+        counts.initial.add_(beliefs[0].sum(0))
+        _count_tokens(beliefs, tokens, counts.rows)
 
     def _count_pairs(self, before: Tensor, evidence: Tensor) -> None:
-        if before.dtype == self.moved.dtype:
-            torch.addmm(self.moved, before.T, evidence, out=self.moved)
+        """Add up belief[z] evidence[z'] over the (k, n) places where z' follows z."""
+        left, right = before.flatten(0, 1).T, evidence.flatten(0, 1)
+        if left.dtype == self.moved.dtype:
+            torch.addmm(self.moved, left, right, out=self.moved)
         else:  # the product in half precision, the sum over stretches in full
             pairs = self._room("pairs", *self.moved.shape)
-            self.moved.add_(torch.mm(before.T, evidence, out=pairs))
+            self.moved.add_(torch.mm(left, right, out=pairs))
+
+
+def _count_tokens(posteriors: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    """Add to each token's row the (T, n, h) posteriors of the places where it stands."""
+    flat = tokens.flatten()
+    count = torch.bincount(flat, minlength=len(rows))
+    sums = embedding_bag(
+        flat.argsort(), posteriors.flatten(0, 1), count.cumsum(0) - count, mode="sum"
+    )
+    rows.add_(sums)
 
 
 def log_likelihood(parameters: BatchParameters, index: Tensor) -> Tensor:
-    """Give log p of (n, T) sequences, n in nats: the forward half alone."""
+    """Give log p of (n, T) sequences, (n,) in nats: the forward half alone."""
+    width = max(1, BUFFER_ELEMENTS // (4 * len(parameters.initial)))  # four buffers of a position
+    parts = [_log_likelihood(parameters, part) for part in torch.split(index, width)]
+    return torch.cat(parts)
+
+
+def _log_likelihood(parameters: BatchParameters, index: Tensor) -> Tensor:
     predicted = parameters.initial.expand(len(index), -1)
     total = torch.zeros(len(index), dtype=torch.float64, device=index.device)
     for position in range(index.shape[1]):
