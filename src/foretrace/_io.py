@@ -2,12 +2,14 @@
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,6 +48,14 @@ def _flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def checksum(tensor: Tensor) -> int:
+    """Give a CRC-32 of a tensor's bytes, a few megabytes at a time."""
+    found = 0
+    for chunk in torch.split(tensor.detach().reshape(-1), 1 << 20):
+        found = zlib.crc32(chunk.cpu().contiguous().view(torch.uint8).numpy().data, found)
+    return found
+
+
 def append_line(path: Path, content: Mapping[str, Any]) -> None:
     """Add one JSON object to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +64,16 @@ def append_line(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, none if it is not there; a last line cut short is left out."""
+    """Read a file of JSON lines, none if it is not there; lines that are not whole are left out."""
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is not whole
+    rows = []
+    for line in path.read_text("utf-8", "replace").split("\n")[:-1]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the machine went down while it was written
+            continue
+    return rows
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -70,12 +85,13 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as readable JSON."""
-    text = _to_json(path, content)
+    text = to_json(path, content)
     with written_aside(path) as scratch:
         scratch.write_text(text, "utf-8")
 
 
-def _to_json(path: Path, content: Mapping[str, Any]) -> str:
+def to_json(path: Path, content: Mapping[str, Any]) -> str:
+    """Format `content` as readable JSON, for the file `path`."""
     try:
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     except TypeError as error:
@@ -115,7 +131,7 @@ def write_tensors_and_json(
     content: Mapping[str, Any],
 ) -> None:
     """Write two files that belong together: both whole before either gets its name."""
-    text = _to_json(json_path, content)
+    text = to_json(json_path, content)
     with written_aside(path) as scratch, written_aside(json_path) as json_scratch:
         _save_tensors(scratch, tensors, metadata)
         json_scratch.write_text(text, "utf-8")
@@ -149,11 +165,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
 
 
-def tensor_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Read a tensor's shape from the header alone."""
+def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Read a tensor's shape, and the metadata, from the header alone."""
     try:
         with safe_open(path, framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+            return tuple(file.get_slice(name).get_shape()), file.metadata() or {}
     except SafetensorError as error:
         raise InvalidFileError(
             f"{path} is damaged or cut short ({error}). Remove it or make it again."
@@ -173,7 +189,7 @@ def take_tensor(
     if found != tuple(shape):
         raise InvalidFileError(
             f"{path}: tensor '{name}' has shape {found}, but {tuple(shape)} was expected. "
-            f"The file and its config.json do not belong together: save or download both again."
+            f"It belongs to something else, or is damaged: save or download it again."
         )
     return tensors[name]
 

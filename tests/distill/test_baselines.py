@@ -20,8 +20,13 @@ def test_unigram_and_bigram_by_hand() -> None:
     found = baselines(training, held_out, vocab_size=4, eos_token_id=0)
     # counted: 1 x3, 2 x3, 0 x2, of 8; 1 begins 2 of 3 rows; 1 -> 2 in 2 of 3; 2 -> 0 in 2 of 2
     unigram = max(sum(math.log((c + k) / (8 + 4 * k)) for c in (3, 3, 2)) / 3 for k in ADDED)
+    k = max(ADDED, key=lambda k: sum(math.log((c + k) / (8 + 4 * k)) for c in (3, 3, 2)))
+    alone = [(c + k) / (8 + 4 * k) for c in (3, 3, 2)]
     pairs = ((2, 3), (2, 3), (2, 2))
-    bigram = max(sum(math.log((c + k) / (n + 4 * k)) for c, n in pairs) / 3 for k in ADDED)
+    bigram = max(
+        sum(math.log((c + m * p) / (n + m)) for (c, n), p in zip(pairs, alone, strict=True)) / 3
+        for m in ADDED
+    )
     assert math.isclose(found.unigram, unigram, rel_tol=1e-12)
     assert math.isclose(found.bigram, bigram, rel_tol=1e-12)
 

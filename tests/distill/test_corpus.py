@@ -32,7 +32,7 @@ def numbered(first: int, count: int) -> torch.Tensor:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     made = Corpus.create(tmp_path / "corpus", MANIFEST)
-    for first, count in ((0, 50), (50, 30), (80, 41)):
+    for first, count in ((1, 50), (51, 30), (81, 41)):
         made.append(numbered(first, count))
     return made
 
@@ -41,7 +41,7 @@ def test_what_goes_in_comes_out(corpus: Corpus) -> None:
     again = Corpus(corpus.folder)
     assert again.manifest == MANIFEST
     assert [shard.rows for shard in again.shards()] == [50, 30, 41]
-    assert torch.equal(again.read(again.shards()[1]).long(), numbered(50, 30))
+    assert torch.equal(again.read(again.shards()[1]).long(), numbered(51, 30))
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, torch.uint16), (65537, torch.uint32)])
@@ -58,11 +58,11 @@ def test_ids_are_stored_as_narrow_as_they_fit(
 def test_an_epoch_is_every_training_row_once(corpus: Corpus) -> None:
     split = corpus.split(held_out=12)
     held_out = corpus.held_out(split)
-    assert 12 <= len(held_out) <= 15  # rounded up in every shard
+    assert len(held_out) == 12
     batches = list(corpus.batches(split, 16, seed=1, epoch=0))
-    assert [len(batch) for batch in batches[:-1]] == [16] * (len(batches) - 1)
+    assert sorted(len(batch) for batch in batches) == [15] * 3 + [16] * 4  # as equal as can be
     rows = torch.cat([*batches, held_out])
-    assert sorted(rows[:, 0].tolist()) == list(range(121))
+    assert sorted(rows[:, 0].tolist()) == list(range(1, 122))
     assert torch.equal(rows[:, 3], rows[:, 0] + 3)
 
 
@@ -79,6 +79,37 @@ def test_order_depends_on_seed_and_epoch_alone(corpus: Corpus) -> None:
     assert order(1, 0) != sorted(order(1, 0))
 
 
+@pytest.mark.parametrize(("rows", "held_out"), [((20,) * 300, 10), ((20,) * 300, 301)])
+def test_exactly_as_many_are_held_out_as_asked(
+    rows: tuple[int, ...], held_out: int, tmp_path: Path
+) -> None:
+    made = Corpus.create(tmp_path, MANIFEST)
+    for first, count in enumerate(rows[:30]):
+        made.append(numbered(first + 1, count))
+    split = made.split(held_out)
+    assert sum(part.held_out for part in split) == held_out
+    assert len(made.held_out(split)) == held_out
+
+
+def test_whole_shards_can_be_held_out(tmp_path: Path) -> None:
+    made = Corpus.create(tmp_path, MANIFEST)
+    for first in range(1, 31):
+        made.append(numbered(first, 1))
+    split = made.split(10)
+    assert len(made.held_out(split)) == 10
+    assert sum(len(batch) for batch in made.batches(split, 7, seed=0, epoch=0)) == 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_processes_share_every_batch(corpus: Corpus, size: int) -> None:
+    split = corpus.split(held_out=11)
+    whole = corpus.batches(split, 16, seed=1, epoch=4)
+    parts = [corpus.batches(split, 16, seed=1, epoch=4, part=(rank, size)) for rank in range(size)]
+    for batch, *shares in zip(whole, *parts, strict=True):
+        for rank, share in enumerate(shares):
+            assert torch.equal(share, batch[rank::size])
+
+
 @pytest.mark.parametrize("start", range(9))
 def test_reading_resumes_at_any_batch(corpus: Corpus, start: int) -> None:
     split = corpus.split(held_out=0)
@@ -90,7 +121,7 @@ def test_reading_resumes_at_any_batch(corpus: Corpus, start: int) -> None:
 
 def test_reading_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Corpus.create(tmp_path, MANIFEST)
-    for first in range(0, 400, 20):
+    for first in range(1, 401, 20):
         made.append(numbered(first, 20))
     alive: list[weakref.ref[torch.Tensor]] = []
     read = Corpus.read
@@ -111,7 +142,7 @@ APPEND_TEN = """
 import sys, torch
 from foretrace.distill import Corpus
 for turn in range(10):
-    row = int(sys.argv[2]) + turn + torch.arange(4)
+    row = 1 + int(sys.argv[2]) + turn + torch.arange(4)
     Corpus(sys.argv[1]).append(row[None])
 """
 
@@ -122,14 +153,14 @@ def test_processes_append_side_by_side(tmp_path: Path) -> None:
     workers = [subprocess.Popen(command) for command in commands]
     assert [worker.wait() for worker in workers] == [0] * 4
     found = [int(made.read(shard)[0, 0]) for shard in made.shards()]
-    assert sorted(found) == list(range(40))
+    assert sorted(found) == list(range(1, 41))
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_shard_that_is_there_stays(corpus: Corpus) -> None:
     path = corpus.shards()[0].path
     assert not corpus.write_shard(path, numbered(500, 2))
-    assert torch.equal(corpus.read(corpus.shards()[0]).long(), numbered(0, 50))
+    assert torch.equal(corpus.read(corpus.shards()[0]).long(), numbered(1, 50))
 
 
 def test_damage_is_found_and_named(corpus: Corpus) -> None:
@@ -158,6 +189,7 @@ def test_another_kind_of_corpus_is_not_mixed_in(corpus: Corpus) -> None:
         (torch.zeros(0, 4, dtype=torch.long), r"\(rows, 4\)"),
         (torch.full((1, 4), 1000), "vocabulary of 1000"),
         (torch.full((1, 4), -1), "another tokenizer"),
+        (torch.tensor([[0, 5, 6, 7]]), "go on after end of text"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(
@@ -184,6 +216,8 @@ def test_a_manifest_that_cannot_be_read(
         Corpus(tmp_path)
 
 
-def test_an_empty_manifest_is_refused() -> None:
+def test_a_senseless_manifest_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="vocabulary ends at 4"):
+        Manifest(length=4, vocab_size=5, eos_token_id=9)
     with pytest.raises(InvalidInputError, match="at least 1 token"):
         Manifest(length=0, vocab_size=5)

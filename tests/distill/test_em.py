@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,7 @@ def test_it_reports_as_it_goes(tmp_path: Path) -> None:
     # the figure is the likelihood of the held-out rows under the HMM that came out
     rows = corpus.held_out(corpus.split(100))
     text = (rows == EOS).cumsum(1) <= 1
+    assert len(rows) == 100
     again = float(hmm.log_likelihood(rows).sum()) / int(text.sum())
     assert again == pytest.approx(held_out, abs=1e-4)
 
@@ -230,6 +232,7 @@ def test_a_finished_run_is_not_run_again(trained: tuple[Path, Path], tmp_path: P
     assert not seen
     texts = source.sample(10, 6, seed=0)
     assert torch.equal(first.log_likelihood(texts), again.log_likelihood(texts))
+    assert again.config == first.config
 
 
 def test_other_settings_do_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -242,6 +245,57 @@ def test_other_settings_do_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     corpus.append(torch.zeros(1, 6, dtype=torch.long))
     with pytest.raises(InvalidFileError, match="other shards"):
         train(start, corpus, config, folder=tmp_path / "run")
+
+
+def test_a_checkpoint_belongs_to_its_start_and_its_corpus(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
+    train(start, corpus, config, folder=tmp_path / "run")
+    with pytest.raises(InvalidFileError, match="started from another HMM"):
+        train(HMM.random(4, 20, seed=2), corpus, config, folder=tmp_path / "run")
+    with pytest.raises(InvalidFileError, match="states was 4, is 5"):
+        train(HMM.random(5, 20, seed=1), corpus, config, folder=tmp_path / "run")
+    other = write_corpus(tmp_path / "other", concentrated(4, 20, seed=2), rows=200, length=6)
+    with pytest.raises(InvalidFileError, match="other shards"):
+        train(start, other, config, folder=tmp_path / "run")
+
+
+def test_damage_to_a_run_is_found(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
+    train(start, corpus, config, folder=tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b"\0\0\0\n")  # the machine went down
+    train(start, corpus, config, folder=tmp_path / "run")
+    assert metrics.read_text().count("\n") == 8
+    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
+    content = bytearray(checkpoint.read_bytes())
+    content[-5] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(InvalidFileError, match=r"damaged.*Remove it"):
+        train(start, corpus, config, folder=tmp_path / "run")
+
+
+def test_mini_batches_need_a_pseudocount(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    with pytest.raises(InvalidInputError, match="Mini-batches need a pseudocount"):
+        train(HMM.random(4, 20), corpus, EMConfig(batch_size=50, held_out=20, pseudocount=0.0))
+
+
+def test_the_start_is_let_go(tmp_path: Path) -> None:
+    """Its tables are as large as the counts: both at once would double the memory."""
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    alive: list[weakref.ref[HMM]] = []
+
+    def start() -> HMM:
+        hmm = HMM.random(4, 20, seed=1)
+        alive.append(weakref.ref(hmm))
+        return hmm
+
+    seen: list[bool] = []
+    config = EMConfig(epochs=1, batch_size=100, held_out=20)
+    train(start(), corpus, config, observe=lambda _: seen.append(alive[0]() is None))
+    assert seen == [True, True]
 
 
 def test_an_hmm_and_a_corpus_must_belong_together(tmp_path: Path) -> None:
@@ -271,6 +325,7 @@ def test_an_hmm_and_a_corpus_must_belong_together(tmp_path: Path) -> None:
         {"batch_size": 0},
         {"first_step": 0.2, "last_step": 0.5},
         {"pseudocount": -1.0},
+        {"pseudocount": float("nan")},
         {"dtype": "int8"},
     ],
 )

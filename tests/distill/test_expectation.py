@@ -71,6 +71,7 @@ def test_an_impossible_sequence_teaches_nothing() -> None:
     for name in ("initial", "transition", "rows"):
         assert torch.equal(getattr(alone, name), getattr(together, name))
     assert together.summary[0].isfinite()
+    assert together.summary[1] == 1  # only what was possible is counted
 
 
 def test_evidence_for_what_cannot_be_reached_stays_finite() -> None:
@@ -87,8 +88,9 @@ def test_evidence_for_what_cannot_be_reached_stays_finite() -> None:
     torch.testing.assert_close(counts.rows, torch.tensor([[300.0, 0.0], [0.0, 0.0]]))
 
 
-def test_the_forward_half_is_the_likelihood() -> None:
-    hmm = tiny_hmm("dense")
+@pytest.mark.parametrize("form", ["dense", "eos"])  # with end of text, some are impossible
+def test_the_forward_half_is_the_likelihood(form: str) -> None:
+    hmm = tiny_hmm(form)
     texts = all_texts(LENGTH)
     found = expectation.log_likelihood(parameters_of(hmm), texts)
     torch.testing.assert_close(found, hmm.log_likelihood(texts))

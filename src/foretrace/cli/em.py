@@ -64,9 +64,14 @@ def em(
     with joined(place) as group:
         opened = Corpus(corpus)
         exact = torch.float64 if dtype is ProductDtype.float64 else torch.float32
-        hmm = _start(opened, states, start, seed).to(place, exact)
         with _Screen(out if tensorboard else None, visible=group.leads) as screen:
-            trained = train(hmm, opened, config, folder=out, observe=screen.show)
+            trained = train(
+                _start(opened, states, start, seed).to(place, exact),
+                opened,
+                config,
+                folder=out,
+                observe=screen.show,
+            )
         if group.leads:
             trained.save_pretrained(out)
             typer.echo(f"written to {out}")
@@ -76,8 +81,14 @@ def _place(device: str) -> str:
     """Choose the device: under torchrun, each process its own GPU."""
     import torch
 
+    from foretrace.errors import InvalidInputError
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda:") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInputError(
+            f"Several processes cannot share {device}: give --device cuda, and each takes its own."
+        )
     if device != "cuda":
         return device
     place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ADDED = [10.0**power for power in range(-6, 2)]  # pseudocounts to choose from
+ADDED = [10.0**power for power in range(-6, 4)]  # pseudocounts to choose from
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ def real_tokens(tokens: Tensor, eos_token_id: int | None) -> Tensor:
 def baselines(
     training: Iterable[Tensor], held_out: Tensor, vocab_size: int, eos_token_id: int | None
 ) -> Baselines:
-    """Count a corpus once and score the held-out rows by add-k unigram and bigram.
+    """Count rows once, and score the held-out ones by an add-k unigram and a bigram on top of it.
 
-    k is the one that suits the held-out rows best: the baselines are flattered, not the HMM. Only
-    pairs that occur in the held-out rows are counted, so that memory does not grow with the corpus.
+    The bigram falls back on the unigram: (pair + m p(token)) / (previous + m). k and m are those
+    that suit the held-out rows best: the baselines are flattered, not the HMM. Only pairs that
+    occur in the held-out rows are counted, so that memory does not grow with the corpus.
     """
     real = real_tokens(held_out, eos_token_id)
     codes = _pairs(held_out, vocab_size)
@@ -48,10 +49,9 @@ def baselines(
         together += torch.bincount(place[wanted[place] == pairs], minlength=len(wanted))
     pair = torch.searchsorted(wanted, codes[real])
     previous = codes[real] // vocab_size
-    return Baselines(
-        unigram=_best(unigram[held_out[real]], unigram.sum(), vocab_size),
-        bigram=_best(together[pair], before[previous], vocab_size),
-    )
+    alone = _best((unigram[held_out[real]] + k) / (unigram.sum() + k * vocab_size) for k in ADDED)
+    joined = _best((together[pair] + m * alone) / (before[previous] + m) for m in ADDED)
+    return Baselines(float(alone.log().mean()), float(joined.log().mean()))
 
 
 def _pairs(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -61,7 +61,6 @@ def _pairs(tokens: Tensor, vocab_size: int) -> Tensor:
     return previous * vocab_size + tokens
 
 
-def _best(counts: Tensor, totals: Tensor, vocab_size: int) -> float:
-    """Give the mean log-likelihood at the added count that suits best."""
-    scores = [((counts + k) / (totals + k * vocab_size)).log().mean() for k in ADDED]
-    return float(torch.stack(scores).max())
+def _best(candidates: Iterable[Tensor]) -> Tensor:
+    """Choose the probabilities of the held-out tokens that are likeliest as a whole."""
+    return max(candidates, key=lambda probabilities: float(probabilities.log().sum()))

@@ -7,9 +7,9 @@ so any number of processes can add shards at once. Rows that end early are padde
 
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +45,11 @@ class Manifest:
                 f"A corpus needs rows of at least 1 token and a vocabulary, but length is "
                 f"{self.length} and vocab_size {self.vocab_size}."
             )
+        if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
+            raise InvalidInputError(
+                f"eos_token_id is {self.eos_token_id}, but the vocabulary ends at "
+                f"{self.vocab_size - 1}."
+            )
 
     @property
     def token_dtype(self) -> torch.dtype:
@@ -57,6 +62,7 @@ class Shard(NamedTuple):
 
     path: Path
     rows: int
+    crc32: str
 
 
 class Split(NamedTuple):
@@ -109,10 +115,14 @@ class Corpus:
         """Add (rows, length) token ids as the next shard; safe beside other processes."""
         index = len(list(self.folder.glob(SHARD_GLOB)))
         while True:
-            path = self.folder / f"shard-{index:06d}.safetensors"
+            path = self.shard_path(index)
             if self.write_shard(path, tokens):
                 return path
             index += 1
+
+    def shard_path(self, index: int) -> Path:
+        """Name the shard of a number."""
+        return self.folder / f"shard-{index:06d}.safetensors"
 
     def write_shard(self, path: Path, tokens: Tensor) -> bool:
         """Write one shard under a given name; False, and nothing done, if it is there already."""
@@ -128,8 +138,15 @@ class Corpus:
                 f"Token ids run from {low} to {high}, but the corpus has a vocabulary of "
                 f"{manifest.vocab_size}. Was another tokenizer used?"
             )
+        if manifest.eos_token_id is not None:
+            ended = (tokens == manifest.eos_token_id).cumsum(1) > 0
+            if bool((ended & (tokens != manifest.eos_token_id)).any()):
+                raise InvalidInputError(
+                    f"Some rows go on after end of text ({manifest.eos_token_id}). Pad with it "
+                    f"what follows; if it also begins texts, leave that first token out."
+                )
         narrow = tokens.to(manifest.token_dtype).cpu().contiguous()
-        metadata = {"rows": str(len(narrow)), "crc32": str(_checksum(narrow))}
+        metadata = {"crc32": str(_io.checksum(narrow))}
         try:
             _io.write_tensors(path, {"tokens": narrow}, metadata, replace=False)
         except FileExistsError:
@@ -138,11 +155,14 @@ class Corpus:
 
     def shards(self) -> list[Shard]:
         """List the shards that are there now, in order of name."""
-        paths = sorted(self.folder.glob(SHARD_GLOB))
-        return [Shard(path, _io.tensor_shape(path, "tokens")[0]) for path in paths]
+        found = []
+        for path in sorted(self.folder.glob(SHARD_GLOB)):
+            shape, metadata = _io.read_header(path, "tokens")
+            found.append(Shard(path, shape[0], metadata.get("crc32", "")))
+        return found
 
     def split(self, held_out: int) -> list[Split]:
-        """Hold out about `held_out` rows, an even share from the end of every shard."""
+        """Hold out `held_out` rows, an even share from the end of every shard."""
         shards = self.shards()
         total = sum(shard.rows for shard in shards)
         if not 0 <= held_out < total:
@@ -150,56 +170,74 @@ class Corpus:
                 f"Cannot hold {held_out} rows out of {self.folder}, which has {total}. Sample "
                 f"more, or hold out fewer."
             )
+        ends = list(accumulate(shard.rows for shard in shards))
+        due = [held_out * end // total for end in [0, *ends]]  # so many by the end of each shard
         return [
-            Split(shard, min(shard.rows - 1, -(-held_out * shard.rows // total)))
-            for shard in shards
+            Split(shard, after - before)
+            for shard, before, after in zip(shards, due[:-1], due[1:], strict=True)
         ]
 
     def read(self, shard: Shard) -> Tensor:
         """Map one shard into memory and check it: (rows, length), narrow ids."""
-        tensors, metadata = _io.read_tensors(shard.path)
-        tokens = _io.take_tensor(tensors, "tokens", (shard.rows, self.manifest.length), shard.path)
-        if metadata.get("crc32") != str(_checksum(tokens)):
+        tokens = self._open(shard)
+        if shard.crc32 != str(_io.checksum(tokens)):
             raise InvalidFileError(
                 f"{shard.path} is damaged: its checksum does not match. Remove it, or copy it "
                 f"again; the other shards are not affected."
             )
         return tokens
 
+    def _open(self, shard: Shard) -> Tensor:
+        tensors, _ = _io.read_tensors(shard.path)
+        return _io.take_tensor(tensors, "tokens", (shard.rows, self.manifest.length), shard.path)
+
     def held_out(self, split: list[Split]) -> Tensor:
-        """Read the rows that are held out: (about held_out, length)."""
-        kept = [self.read(part.shard)[part.training :].long() for part in split if part.held_out]
+        """Read the rows that are held out, and only those: (held_out, length)."""
+        kept = [self._open(part.shard)[part.training :].long() for part in split if part.held_out]
         return torch.cat(kept) if kept else torch.empty(0, self.manifest.length, dtype=torch.long)
 
     def batches(
-        self, split: list[Split], batch_size: int, *, seed: int, epoch: int, start: int = 0
+        self,
+        split: list[Split],
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        start: int = 0,
+        part: tuple[int, int] = (0, 1),
     ) -> Iterator[Tensor]:
-        """Stream one epoch's training rows in batches: (batch_size, length); the last is smaller.
+        """Stream one epoch's training rows in batches, as equal as they can be: (n, length).
 
         Shards are shuffled, and rows within each; the order depends on seed and epoch alone, so
-        every process sees the same batches and `start`, in batches, resumes exactly. Memory holds
-        one shard at a time.
+        that every process sees the same batches and `start`, in batches, resumes exactly. With
+        `part` = (rank, size), a process reads every size-th row of each batch, from its rank on.
+        Memory holds one shard at a time.
         """
-        order = np.random.default_rng([seed, epoch]).permutation(len(split))
-        skip = start * batch_size
-        waiting = torch.empty(0, self.manifest.length, dtype=torch.long)
-        for number in order:
-            part = split[number]
-            if skip >= part.training:
-                skip -= part.training
+        sizes = _equal_sizes(sum(each.training for each in split), batch_size)
+        waiting, taken = sum(sizes[:start]), 0  # rows to skip; rows of the current batch so far
+        rank, size = part
+        rows: list[Tensor] = []
+        for number in np.random.default_rng([seed, epoch]).permutation(len(split)):
+            shard, training = split[number].shard, split[number].training
+            first, waiting = min(waiting, training), max(0, waiting - training)
+            if first == training:
                 continue
-            rows = np.random.default_rng([seed, epoch, number]).permutation(part.training)[skip:]
-            skip = 0
-            tokens = self.read(part.shard).numpy()
-            for first in range(0, len(rows), batch_size):
-                chosen = tokens[rows[first : first + batch_size]].astype(np.int64)
-                waiting = torch.cat([waiting, torch.from_numpy(chosen)])
-                if len(waiting) >= batch_size:
-                    yield waiting[:batch_size]
-                    waiting = waiting[batch_size:]
-        if len(waiting):
-            yield waiting
+            order = np.random.default_rng([seed, epoch, number]).permutation(training)
+            tokens = self.read(shard).numpy()
+            while first < training:
+                more = min(training - first, sizes[start] - taken)
+                mine = order[first + (rank - taken) % size : first + more : size]
+                rows.append(torch.from_numpy(tokens[mine].astype(np.int64)))
+                first, taken = first + more, taken + more
+                if taken == sizes[start]:
+                    yield torch.cat(rows)
+                    start, taken, rows = start + 1, 0, []
 
 
-def _checksum(tokens: Tensor) -> int:
-    return zlib.crc32(tokens.numpy().data)
+def _equal_sizes(rows: int, batch_size: int) -> list[int]:
+    """Cut rows into batches of at most `batch_size` whose sizes differ by at most 1.
+
+    A small last batch would weigh as much in training as the others, and spoil them.
+    """
+    count = -(-rows // batch_size)
+    return [rows * (n + 1) // count - rows * n // count for n in range(count)]

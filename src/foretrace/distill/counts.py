@@ -85,7 +85,10 @@ class Counts:
 
     def update(self, tokens: Tensor, new: BatchCounts, step: float) -> None:
         """Fade the counts by 1 - step, and add the batch's, per sequence, times step."""
-        share = step / float(new.summary[1])
+        sequences = float(new.summary[1])
+        if sequences == 0:  # all impossible: nothing to learn
+            return
+        share = step / sequences
         self._fade(1 - step)
         self.initial.mul_(1 - step).add_(new.initial, alpha=share)
         self.transition.mul_(1 - step).add_(new.transition, alpha=share)

@@ -46,6 +46,11 @@ class Diary:
                 f"{self.checkpoint} comes from a run with other settings ({changes}). Use the same "
                 f"settings to go on, or another folder, or remove it to start again."
             )
+        if metadata.get("crc32") != _checksums(tensors):
+            raise InvalidFileError(
+                f"{self.checkpoint} is damaged: its checksum does not match. Remove it to start "
+                f"the run again."
+            )
         step = int(metadata["step"])
         rows = [row for row in _io.read_lines(self.metrics) if row["step"] <= step]
         _io.write_lines(self.metrics, rows)
@@ -58,12 +63,22 @@ class Diary:
     def save(self, step: int, tensors: Mapping[str, Tensor], *, now: bool) -> None:
         """Write a checkpoint if it is time to, or `now`."""
         if now or monotonic() - self._saved_at >= 60 * self.minutes:
-            metadata = {"step": str(step), "settings": json.dumps(self.settings)}
+            metadata = {
+                "step": str(step),
+                "settings": json.dumps(self.settings),
+                "crc32": _checksums(tensors),
+            }
             _io.write_tensors(self.checkpoint, tensors, metadata)
             self._saved_at = monotonic()
+
+
+def _checksums(tensors: Mapping[str, Tensor]) -> str:
+    return " ".join(f"{name}:{_io.checksum(tensors[name])}" for name in sorted(tensors))
 
 
 def _change(key: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     if key == "shards":
         return "the corpus has other shards"
+    if key == "start":
+        return "it started from another HMM"
     return f"{key} was {found.get(key)}, is {wanted.get(key)}"

@@ -1,14 +1,18 @@
 """Mini-batch EM: an HMM from a corpus, on one process or many, interrupted and resumed at will."""
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import inf, isfinite
 from pathlib import Path
 from time import monotonic
 
 import torch
 from torch import Tensor
 
+from foretrace import _io
 from foretrace.distill.baselines import Baselines, baselines, real_tokens
 from foretrace.distill.corpus import Corpus, Split
 from foretrace.distill.counts import Counts
@@ -18,10 +22,11 @@ from foretrace.distill.group import Group, current
 from foretrace.distill.workspace import Workspace
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
+from foretrace.hmm.probability import dtype_name
 from foretrace.vocabulary import require_same_fingerprint
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-BASELINE_SEQUENCES = 1_000_000  # a unigram and a bigram of these are as good as of all
+BASELINE_SEQUENCES = 1_000_000  # at most: counting all of a large corpus would take hours
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,10 @@ class EMConfig:
                 f"The step size must fall within [0, 1], but goes from {self.first_step} to "
                 f"{self.last_step}."
             )
-        if self.pseudocount < 0 or self.dtype not in DTYPES:
+        if not 0 <= self.pseudocount < inf or self.dtype not in DTYPES:
             raise InvalidInputError(
-                f"pseudocount must not be negative, and dtype one of {', '.join(DTYPES)}; they are "
-                f"{self.pseudocount} and {self.dtype}."
+                f"pseudocount must be a number from 0 on, and dtype one of {', '.join(DTYPES)}; "
+                f"they are {self.pseudocount} and {self.dtype}."
             )
 
     def step_size(self, fraction: float) -> float:
@@ -79,7 +84,7 @@ class Progress:
     held_out: float | None = None
     """Of the held-out rows, after the step, where it was measured."""
     baselines: Baselines | None = None
-    """What a unigram and a bigram of the corpus reach on the held-out rows; with `held_out`."""
+    """What a unigram and a bigram reach on the held-out rows; given with `held_out`."""
 
 
 Observer = Callable[[Progress], None]
@@ -90,7 +95,7 @@ def train(
     corpus: Corpus,
     config: EMConfig,
     *,
-    folder: Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     observe: Observer | None = None,
 ) -> HMM:
     """Train an HMM on a corpus by mini-batch EM, from `start`.
@@ -98,11 +103,13 @@ def train(
     With a `folder`, metrics and checkpoints go there, and a run that was interrupted goes on from
     its last checkpoint. Under torchrun, inside `group.joined`, every process takes part.
     """
-    run = _Run(start, corpus, config, folder, current())
+    before = start.config
+    run = _Run(start, corpus, config, None if folder is None else Path(folder), current())
+    del start  # its tables are as large as the counts that were made of them
     for progress in run.steps():
         if observe is not None:
             observe(progress)
-    return run.finish(start)
+    return run.finish(before)
 
 
 class _Run:
@@ -113,10 +120,16 @@ class _Run:
     ) -> None:
         self.corpus, self.config, self.group = corpus, config, group
         self.eos = _end_of_text(start, corpus)
-        self.split = corpus.split(config.held_out)
+        # What is in the folder may change while processes start: one looks, for all.
+        self.split = group.agree(lambda: corpus.split(config.held_out))
         self.rows = sum(part.training for part in self.split)
         self.per_epoch = -(-self.rows // config.batch_size)
         self.total = self.per_epoch * config.epochs
+        if config.pseudocount == 0 and self.per_epoch > 1:
+            raise InvalidInputError(
+                "Mini-batches need a pseudocount: without one, a token that is not in the first "
+                "batch stays impossible. Give one, or a batch_size of the whole corpus."
+            )
         self.held_out = corpus.held_out(self.split)
         self.counts = Counts.from_hmm(
             start,
@@ -132,32 +145,34 @@ class _Run:
             self.counts.initial,
         )
         self.workspace = Workspace(self.counts.initial)
-        self.step = 0
+        self.diary: Diary | None = None
+        self.step = group.agree(lambda: self._resume(folder))
+        self._share_counts()
         self.last: Progress | None = None
-        self.diary = None
-        if folder is not None:
-            self.diary = Diary(folder, _settings(config, self.split), config.checkpoint_minutes)
-            self._resume(self.diary)
         self.baselines = self._count_baselines() if group.leads else None
 
-    def _resume(self, diary: Diary) -> None:
-        """Take up the last checkpoint; the leading process reads it for all."""
-        step = torch.zeros((), dtype=torch.long, device=self.counts.emission.device)
-        if self.group.leads and (found := diary.open()) is not None:
-            self.counts.restore(found.tensors)
-            step.fill_(found.step)
-        self.group.follow(step)
-        self.step = int(step)
-        if self.step:
-            state = self.counts.tensors()
-            for tensor in state.values():
-                self.group.follow(tensor)
-            self.counts.factor = float(state["factor"])
+    def _resume(self, folder: Path | None) -> int:
+        """Take up the last checkpoint, if there is one: the leading process, for all."""
+        if folder is None:
+            return 0
+        settings = _settings(self.config, self.corpus, self.split, self.counts)
+        self.diary = Diary(folder, settings, self.config.checkpoint_minutes)
+        found = self.diary.open()
+        if found is None:
+            return 0
+        self.counts.restore(found.tensors)
+        return found.step
+
+    def _share_counts(self) -> None:
+        state = self.counts.tensors()
+        for tensor in state.values():
+            self.group.follow(tensor)
+        self.counts.factor = float(state["factor"])
 
     def _count_baselines(self) -> Baselines | None:
         if not len(self.held_out):
             return None
-        few = islice(self._epoch(0, 0), -(-BASELINE_SEQUENCES // self.config.batch_size))
+        few = islice(self._epoch(0, 0, (0, 1)), -(-BASELINE_SEQUENCES // self.config.batch_size))
         return baselines(few, self.held_out, self.corpus.manifest.vocab_size, self.eos)
 
     def steps(self) -> Iterator[Progress]:
@@ -166,73 +181,96 @@ class _Run:
         measured = {self.total * (turn + 1) // every for turn in range(every)}
         while self.step < self.total:
             epoch, start = divmod(self.step, self.per_epoch)
-            for batch in self._epoch(epoch, start):
-                progress = self._advance(batch, epoch)
+            began = monotonic()
+            for batch in _ahead(self._epoch(epoch, start, (self.group.rank, self.group.size))):
+                progress = self._advance(batch, epoch, began)
                 if self.step in measured and (held_out := self._measure()) is not None:
                     progress = replace(progress, held_out=held_out, baselines=self.baselines)
                 self.last = progress
                 self._write(progress)
                 yield progress
+                began = monotonic()
 
     def _write(self, progress: Progress) -> None:
         if self.diary is not None and self.group.leads:
             self.diary.record(asdict(progress))
             self.diary.save(self.step, self.counts.tensors(), now=self.step == self.total)
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[Tensor]:
-        return self.corpus.batches(
-            self.split, self.config.batch_size, seed=self.config.seed, epoch=epoch, start=start
-        )
+    def _epoch(self, epoch: int, start: int, part: tuple[int, int]) -> Iterator[Tensor]:
+        size, seed = self.config.batch_size, self.config.seed
+        return self.corpus.batches(self.split, size, seed=seed, epoch=epoch, start=start, part=part)
 
-    def _advance(self, batch: Tensor, epoch: int) -> Progress:
-        """Learn from one batch."""
-        began = monotonic()
-        counts, config = self.counts, self.config
-        step_size = config.step_size(self.step / self.total)
-        batch = batch.to(counts.emission.device)
-        tokens, index = torch.unique(batch, return_inverse=True)
+    def _advance(self, batch: Tensor, epoch: int, began: float) -> Progress:
+        """Learn from one batch, of which this process holds a part."""
+        counts = self.counts
+        step_size = self.config.step_size(self.step / self.total)
+        tokens, index = self._distinct(batch.to(counts.emission.device))
         new = BatchCounts.zeros(len(tokens), len(counts.initial), self.workspace)
-        self.expectation.add(counts.parameters(tokens), self.group.part(index), new)
+        self.expectation.add(counts.parameters(tokens), index, new)
+        new.summary[2] += real_tokens(batch, self.eos).sum()
         self.group.add_up(new.flat)
+        likelihood, _, spoken = new.summary.tolist()
+        if not isfinite(likelihood):
+            raise InvalidInputError(
+                f"The likelihood of step {self.step + 1} is {likelihood}. Use a larger "
+                f"pseudocount, or float32 instead of bfloat16."
+            )
         counts.update(tokens, new, step_size)
         self.step += 1
-        spoken = int(real_tokens(batch, self.eos).sum())
         return Progress(
             step=self.step,
             steps=self.total,
             epoch=epoch,
             step_size=step_size,
-            log_likelihood=float(new.summary[0]) / spoken,
-            tokens=spoken,
+            log_likelihood=likelihood / spoken,
+            tokens=int(spoken),
             seconds=monotonic() - began,
         )
+
+    def _distinct(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the tokens that occur in any process's rows, (U,), and where in them ours stand."""
+        marks = torch.zeros(len(self.counts.emission), dtype=torch.uint8, device=rows.device)
+        marks[rows.flatten()] = 1
+        self.group.any(marks)
+        place = marks.cumsum(0, dtype=torch.long) - 1
+        return marks.nonzero()[:, 0], place[rows]
 
     def _measure(self) -> float | None:
         """Give the held-out log-likelihood in nats per token."""
         if not len(self.held_out):
             return None
         rows = self.held_out.to(self.counts.emission.device)
-        tokens, index = torch.unique(rows, return_inverse=True)
+        tokens, index = self._distinct(rows)
         found = log_likelihood(self.counts.parameters(tokens), self.group.part(index)).sum()
         self.group.add_up(found)
         return float(found) / int(real_tokens(rows, self.eos).sum())
 
-    def finish(self, start: HMM) -> HMM:
+    def finish(self, before: HMMConfig) -> HMM:
         """Make the HMM, and say in its config how it came about."""
         done: dict[str, object] = {"sequences": self.rows, "steps": self.total}
         done |= asdict(self.config)
-        if self.last is not None and self.last.held_out is not None:
-            done["held_out_log_likelihood"] = self.last.held_out
+        held_out = self._measure() if self.last is None else self.last.held_out
+        if held_out is not None:
+            done["held_out_log_likelihood"] = held_out
         if self.baselines is not None:
             done |= {f"{name}_log_likelihood": v for name, v in asdict(self.baselines).items()}
         manifest = self.corpus.manifest
         config = HMMConfig(
-            eos_token_ids=start.config.eos_token_ids,
+            eos_token_ids=before.eos_token_ids,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             source_model=manifest.source_model,
-            distillation={**start.config.distillation, **manifest.sampling, **done},
+            distillation={**before.distillation, **manifest.sampling, **done},
         )
         return self.counts.to_hmm(config)
+
+
+def _ahead(batches: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Read the next batch while this one is learnt from."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(next, batches, None)
+            yield batch
 
 
 def _end_of_text(start: HMM, corpus: Corpus) -> int | None:
@@ -255,10 +293,20 @@ def _end_of_text(start: HMM, corpus: Corpus) -> int | None:
     return eos
 
 
-def _settings(config: EMConfig, split: list[Split]) -> dict[str, object]:
+def _settings(
+    config: EMConfig, corpus: Corpus, split: list[Split], counts: Counts
+) -> dict[str, object]:
     """Name what a checkpoint depends on: a run goes on only with the same."""
     settings = asdict(config)
     for free in ("checkpoint_minutes", "evaluations"):
         del settings[free]
-    settings["shards"] = [[part.shard.path.name, part.shard.rows] for part in split]
-    return settings
+    start = [_io.checksum(table) for table in (counts.initial, counts.transition, counts.emission)]
+    return settings | {
+        "states": len(counts.initial),
+        "vocab_size": corpus.manifest.vocab_size,
+        "length": corpus.manifest.length,
+        "eos_token_id": corpus.manifest.eos_token_id,
+        "sums": dtype_name(counts.initial.dtype),
+        "start": start,
+        "shards": [[part.shard.path.name, part.shard.rows, part.shard.crc32] for part in split],
+    }

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding_bag
 
 from foretrace.distill.workspace import Workspace
 from foretrace.hmm.inference import IMPOSSIBLE
+from foretrace.hmm.probability import chunks
 
 BUFFER_ELEMENTS = 1 << 27  # beliefs kept for the backward pass: 512 MB of float32
 STRETCH = 4  # positions whose pairs of states are counted in one product
@@ -40,12 +41,12 @@ class BatchCounts(NamedTuple):
     initial: Tensor  # (h,)
     transition: Tensor  # (h, h)
     rows: Tensor  # (U, h)
-    summary: Tensor  # (2,): log-likelihood in nats, sequences
+    summary: Tensor  # (3,): log-likelihood in nats, sequences that were possible, tokens
 
     @classmethod
     def zeros(cls, tokens: int, states: int, workspace: Workspace) -> Self:
         """Make empty counts for `tokens` distinct tokens, in the place of any made before."""
-        sizes = [states, states * states, tokens * states, 2]
+        sizes = [states, states * states, tokens * states, 3]
         flat = workspace.room("counts", sum(sizes)).zero_()
         initial, transition, rows, summary = torch.split(flat, sizes)
         return cls(
@@ -70,8 +71,8 @@ class Expectation:
     def add(self, parameters: BatchParameters, index: Tensor, counts: BatchCounts) -> None:
         """Add to `counts` what (n, T) sequences are expected to do; `index` points into `rows`.
 
-        A sequence that the HMM holds impossible counts for nothing, and for log(IMPOSSIBLE) at
-        each impossible token.
+        A sequence that the HMM holds impossible counts for nothing; its log-likelihood is
+        log(IMPOSSIBLE) a token from the impossible one on.
         """
         narrow = parameters.to(self.dtype)
         self.moved.zero_()
@@ -81,7 +82,6 @@ class Expectation:
             self._backward(narrow, tokens, counts)
         # Transitions were counted without their own probability, which all sequences share.
         counts.transition.addcmul_(self.moved, parameters.transition)
-        counts.summary[1] += len(index)
 
     def _room(self, name: str, *shape: int) -> Tensor:
         return self._workspace.room(name, *shape, dtype=self.dtype)
@@ -106,6 +106,7 @@ class Expectation:
             weights[position] = torch.where(possible, probability.reciprocal(), 0.0)
             belief.mul_(weights[position])
             counts.summary[0] += probability.clamp_min(IMPOSSIBLE).log().sum()
+        counts.summary[1] += (weights[-1] > 0).sum()
 
     def _backward(self, parameters: BatchParameters, tokens: Tensor, counts: BatchCounts) -> None:
         """Carry evidence back, and turn the beliefs, in place, into p(z_t | the whole sequence).
@@ -145,12 +146,13 @@ class Expectation:
 
 def _count_tokens(posteriors: Tensor, tokens: Tensor, rows: Tensor) -> None:
     """Add to each token's row the (T, n, h) posteriors of the places where it stands."""
-    flat = tokens.flatten()
+    places, flat = posteriors.flatten(0, 1), tokens.flatten()
+    order = flat.argsort()
     count = torch.bincount(flat, minlength=len(rows))
-    sums = embedding_bag(
-        flat.argsort(), posteriors.flatten(0, 1), count.cumsum(0) - count, mode="sum"
-    )
-    rows.add_(sums)
+    starts = count.cumsum(0) - count
+    for some, into in chunks(rows):  # a table of all sums at once would be a third of its kind
+        first, last = starts[some][0], starts[some][-1] + count[some][-1]
+        into += embedding_bag(order[first:last], places, starts[some] - first, mode="sum")
 
 
 def log_likelihood(parameters: BatchParameters, index: Tensor) -> Tensor:
@@ -165,8 +167,10 @@ def _log_likelihood(parameters: BatchParameters, index: Tensor) -> Tensor:
     total = torch.zeros(len(index), dtype=torch.float64, device=index.device)
     for position in range(index.shape[1]):
         joint = predicted * parameters.rows[index[:, position]]
-        probability = joint.sum(-1, keepdim=True).clamp_min(IMPOSSIBLE)
-        total += probability[:, 0].log()
-        if position + 1 < index.shape[1]:
-            predicted = (joint / probability) @ parameters.transition
+        probability = joint.sum(-1, keepdim=True)
+        bounded = probability.clamp_min(IMPOSSIBLE)
+        total += bounded[:, 0].log()
+        if position + 1 < index.shape[1]:  # an impossible token is passed over, as by HMM
+            belief = torch.where(probability > IMPOSSIBLE, joint / bounded, predicted)
+            predicted = belief @ parameters.transition
     return total

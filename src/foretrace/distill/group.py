@@ -1,13 +1,16 @@
 """The processes that train together: one, or as many as torchrun started."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,33 @@ class Group:
         return self.rank == 0
 
     def part(self, rows: Tensor) -> Tensor:
-        """Take this process's part of a batch that all of them hold."""
+        """Take this process's part of rows that all of them hold."""
         return rows[self.rank :: self.size]
 
     def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
+
+    def any(self, marks: Tensor) -> None:
+        """Mark, in place, what any process has marked (uint8)."""
+        if self.size > 1:
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+
+    def agree(self, find: Callable[[], Found]) -> Found:
+        """Let the leading process find something out for all; if it fails, all raise its error."""
+        if self.size == 1:
+            return find()
+        told: list[Found | Exception | None] = [None]
+        if self.leads:
+            try:
+                told[0] = find()
+            except Exception as error:  # raised below, by every process
+                told[0] = error
+        dist.broadcast_object_list(told, src=0)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        return cast(Found, told[0])
 
     def follow(self, tensor: Tensor) -> None:
         """Take over the leading process's tensor, in place."""

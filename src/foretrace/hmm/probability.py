@@ -12,7 +12,7 @@ from torch import Tensor
 from foretrace.errors import InvalidModelError
 
 TABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-CHUNK_ELEMENTS = 1 << 22  # how much of a table is widened at once: 16 MB of float32
+CHUNK_ELEMENTS = 1 << 20  # how much of a table is widened at once: 4 MB of float32
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
