@@ -1,0 +1,110 @@
+"""Drawing a corpus from a language model, by as many processes as care to join in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from foretrace.distill.claims import claimed
+from foretrace.distill.corpus import Corpus, Manifest
+from foretrace.distill.sources import Source
+from foretrace.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """What to draw."""
+
+    sequences: int = 100_000
+    length: int = 32
+    """Tokens in a row, a prompt's included."""
+    prompted: float = 0.5
+    """Share of the rows that continue a prompt, if there are prompts; the others begin a text."""
+    shard_rows: int = 4096
+    """Rows in a shard: what a worker claims at once, and what a crash loses at most."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.length < 2 or self.shard_rows < 1:
+            raise InvalidInputError(
+                f"Cannot draw {self.sequences} rows of {self.length} tokens in shards of "
+                f"{self.shard_rows}: give at least 1, 2 and 1."
+            )
+        if not 0 <= self.prompted <= 1:
+            raise InvalidInputError(f"prompted is a share, in [0, 1], but is {self.prompted}.")
+
+    @property
+    def shards(self) -> int:
+        """How many shards that makes."""
+        return -(-self.sequences // self.shard_rows)
+
+    def rows(self, shard: int) -> int:
+        """How many rows a shard has; the last has what is left."""
+        return min(self.shard_rows, self.sequences - shard * self.shard_rows)
+
+
+def open_corpus(folder: Path, source: Source, config: SamplingConfig, prompts: int) -> Corpus:
+    """Make the corpus for a source, or open it if it was begun with the same settings."""
+    return Corpus.create(
+        folder,
+        Manifest(
+            length=config.length,
+            vocab_size=source.vocab_size,
+            eos_token_id=source.eos_token_id,
+            tokenizer_fingerprint=source.tokenizer_fingerprint,
+            source_model=source.name,
+            sampling={
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "sampling_seed": config.seed,
+                "prompts": prompts,
+                "prompted": config.prompted if prompts else 0.0,
+            },
+        ),
+    )
+
+
+def sample(
+    folder: Path,
+    source: Source,
+    config: SamplingConfig,
+    prompts: Sequence[str] = (),
+    observe: Callable[[int], None] | None = None,
+) -> Corpus:
+    """Draw what is not drawn yet, shard by shard, beside any other worker on the same folder.
+
+    Shards are numbered, and each is claimed before it is drawn: whoever crashes leaves a claim that
+    others take over. `observe` is told how many rows were added.
+    """
+    corpus = open_corpus(folder, source, config, len(prompts))
+    encoded = [ids[: config.length // 2] for ids in source.encode(prompts)] if prompts else []
+    for shard in range(config.shards):
+        path = corpus.shard_path(shard)
+        with claimed(path) as mine:
+            if mine:
+                prefixes = _prefixes(shard, encoded, config)
+                drawn = source.draw(prefixes, config.length, seed=_seed(config.seed, shard))
+                corpus.write_shard(path, drawn)
+                if observe is not None:
+                    observe(len(drawn))
+    return corpus
+
+
+def _prefixes(shard: int, prompts: list[list[int]], config: SamplingConfig) -> list[list[int]]:
+    """Choose what each row of a shard begins with: a prompt, or nothing.
+
+    Prompts longer than half a row are cut there: the other half is for the LM.
+    """
+    count = config.rows(shard)
+    if not prompts:
+        return [[] for _ in range(count)]
+    random = np.random.default_rng([config.seed, shard])
+    chosen = random.integers(len(prompts), size=count)
+    prompted = random.permutation(count) < round(config.prompted * count)
+    return [prompts[which] if given else [] for which, given in zip(chosen, prompted, strict=True)]
+
+
+def _seed(seed: int, shard: int) -> int:
+    return int(np.random.default_rng([seed, shard, 1]).integers(2**31))

@@ -1,0 +1,170 @@
+"""Sampling: the LM's own distribution, each shard once, whoever draws it and whoever dies."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from foretrace.distill.corpus import Corpus
+from foretrace.distill.sample import SamplingConfig, sample
+from foretrace.errors import InvalidFileError, InvalidInputError
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from foretrace.distill.sources import TransformersSource
+
+
+@pytest.fixture(scope="module")
+def source(tiny_lm: Path) -> TransformersSource:
+    return TransformersSource.load(str(tiny_lm))
+
+
+def test_first_tokens_follow_the_lm(source: TransformersSource) -> None:
+    """No top-k, no top-p, no temperature: a chi-square test over the whole vocabulary."""
+    with torch.no_grad():
+        logits = source.model(torch.tensor([[0]])).logits[0, -1]
+    expected = torch.softmax(logits.double(), -1)
+    drawn = source.draw([[]] * 6000, 2, seed=0)[:, 0]
+    observed = torch.bincount(drawn, minlength=source.vocab_size)
+    assert chisquare(observed, expected / expected.sum() * 6000).pvalue > 1e-3
+    assert (observed > 0).sum() > 50  # transformers' default would have stopped at 50
+
+
+def test_a_prefix_conditions_what_follows_whatever_its_neighbours(
+    source: TransformersSource,
+) -> None:
+    """Rows of other lengths in the batch change nothing: padding is masked."""
+    prefix = [5, 9, 11]
+    with torch.no_grad():
+        logits = source.model(torch.tensor([[0, *prefix]])).logits[0, -1]
+    expected = torch.softmax(logits.double(), -1)
+    prefixes = [prefix, [7], [3, 4, 5, 6, 7]] * 3000
+    drawn = source.draw(prefixes, 6, seed=1)
+    assert (drawn[::3, :3] == torch.tensor(prefix)).all()
+    observed = torch.bincount(drawn[::3, 3], minlength=source.vocab_size)
+    assert chisquare(observed, expected / expected.sum() * 3000).pvalue > 1e-3
+
+
+def test_after_the_end_comes_nothing_but_the_end(source: TransformersSource) -> None:
+    rows = source.draw([[]] * 2000, 20, seed=2)
+    ended = (rows == 0).cumsum(1) > 0
+    assert ended[:, -1].any()
+    assert (rows[ended] == 0).all()
+
+
+def test_a_corpus_is_as_ordered(source: TransformersSource, tmp_path: Path) -> None:
+    config = SamplingConfig(sequences=250, length=8, shard_rows=100, prompted=0.4)
+    told: list[int] = []
+    corpus = sample(tmp_path, source, config, ["w5 w6 w7", "w9 " * 30], told.append)
+    assert [shard.rows for shard in corpus.shards()] == [100, 100, 50]
+    assert told == [100, 100, 50]
+    rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
+    short = (rows[:, :3] == torch.tensor(source.encode(["w5 w6 w7"])[0])).all(1)
+    long = (rows[:, :4] == source.encode(["w9"])[0][0]).all(1)  # cut at half a row
+    assert 0.35 < (short | long).float().mean() < 0.5
+    manifest = corpus.manifest
+    assert manifest.eos_token_id == 0
+    assert manifest.vocab_size == 64
+    assert manifest.tokenizer_fingerprint is not None
+    assert manifest.sampling["top_k"] == 0
+
+
+def test_what_is_drawn_is_not_drawn_again(source: TransformersSource, tmp_path: Path) -> None:
+    config = SamplingConfig(sequences=120, length=6, shard_rows=40)
+    corpus = sample(tmp_path, source, config)
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    corpus.shards()[1].path.unlink()
+    told: list[int] = []
+    sample(tmp_path, source, config, observe=told.append)
+    assert told == [40]
+    for path, when in written.items():
+        if path.name != "shard-000001.safetensors":
+            assert path.stat().st_mtime_ns == when
+
+
+def test_shards_are_the_same_whoever_draws_them(source: TransformersSource, tmp_path: Path) -> None:
+    config = SamplingConfig(sequences=80, length=6, shard_rows=40)
+    once, again = (sample(tmp_path / name, source, config) for name in ("once", "again"))
+    for left, right in zip(once.shards(), again.shards(), strict=True):
+        assert torch.equal(once.read(left), again.read(right))
+
+
+def test_other_settings_are_not_mixed_in(source: TransformersSource, tmp_path: Path) -> None:
+    sample(tmp_path, source, SamplingConfig(sequences=10, length=6, shard_rows=10))
+    with pytest.raises(InvalidFileError, match="length differ"):
+        sample(tmp_path, source, SamplingConfig(sequences=10, length=7, shard_rows=10))
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from foretrace.distill.sample import SamplingConfig, sample
+from foretrace.distill.sources import TransformersSource
+source = TransformersSource.load(sys.argv[1], end_of_text_token=None)
+source.batch_size = 16
+print("ready", flush=True)
+sample(Path(sys.argv[2]), source, SamplingConfig(sequences=960, length=16, shard_rows=48))
+"""
+
+
+def test_two_workers_one_killed(tiny_lm: Path, tmp_path: Path) -> None:
+    """No shard lost, none doubled, no scrap left, whatever the killed one was at."""
+    command = [sys.executable, "-c", WORKER, str(tiny_lm), str(tmp_path)]
+    doomed, survivor = (subprocess.Popen(command) for _ in range(2))
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("shard-*"))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    doomed.kill()
+    doomed.wait()
+    assert survivor.wait() == 0
+    subprocess.run(command, check=True)  # the same command again: it finishes what is left
+    corpus = Corpus(tmp_path)
+    assert [shard.rows for shard in corpus.shards()] == [48] * 20
+    rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
+    assert len(torch.unique(rows, dim=0)) > 0.9 * len(rows)  # drawn, not copied
+    assert not list(tmp_path.glob(".*.claim"))
+
+
+def test_a_batch_too_large_halves_itself(
+    source: TransformersSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that runs out of memory cannot be had here: the error is raised in its stead."""
+    generate = TransformersSource._continue
+
+    def out_of_memory_above_16(
+        self: TransformersSource, prefixes: list[list[int]], length: int
+    ) -> torch.Tensor:
+        if len(prefixes) > 16:
+            raise torch.OutOfMemoryError("too large")
+        return generate(self, prefixes, length)
+
+    monkeypatch.setattr(TransformersSource, "_continue", out_of_memory_above_16)
+    monkeypatch.setattr(source, "batch_size", 100)
+    assert source.draw([[]] * 50, 6, seed=0).shape == (50, 6)
+    assert source.batch_size == 12
+    monkeypatch.setattr(source, "batch_size", 1)
+    with pytest.raises(InvalidInputError, match="single sequence"):
+        source._shrink(MemoryError())
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
+        TransformersSource.load(str(tmp_path / "nowhere"))
+
+
+def test_an_end_of_text_that_is_not_there(tiny_lm: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no token 'w99'"):
+        TransformersSource.load(str(tiny_lm), end_of_text_token="w99")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sequences": 0}, {"length": 1}, {"shard_rows": 0}, {"prompted": 1.5}]
+)
+def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError):
+        SamplingConfig(**wrong)  # type: ignore[arg-type]
