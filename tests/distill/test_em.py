@@ -97,13 +97,13 @@ def test_mini_batches_reach_what_the_full_batch_reaches(tmp_path: Path) -> None:
 
 
 def test_half_precision_trains_as_well(tmp_path: Path) -> None:
-    source = concentrated(16, 200, seed=3, eos=EOS)
-    corpus = write_corpus(tmp_path, source, rows=4000, length=16)
-    start = HMM.random(16, 200, seed=2, eos_token_id=EOS)
+    source = concentrated(128, 2000, seed=3, eos=EOS)
+    corpus = write_corpus(tmp_path, source, rows=8000, length=16)
+    start = HMM.random(128, 2000, seed=2, eos_token_id=EOS)
     reached = {}
     for dtype in ("float32", "bfloat16"):
         seen: list[Progress] = []
-        config = EMConfig(epochs=10, batch_size=500, held_out=500, dtype=dtype)
+        config = EMConfig(epochs=8, batch_size=1000, held_out=1000, dtype=dtype)
         train(start, corpus, config, observe=seen.append)
         reached[dtype] = seen[-1].held_out
     assert reached["float32"] is not None
