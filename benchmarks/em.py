@@ -40,17 +40,13 @@ def batch(states: int, sequences: int, length: int) -> tuple[BatchParameters, Te
     return parameters, index, BatchCounts.zeros(distinct, states, Workspace(parameters.initial))
 
 
-def bare_products(states: int, sequences: int, length: int, dtype: torch.dtype) -> None:
+def bare_products(left: Tensor, right: Tensor, matrix: Tensor, moved: Tensor, length: int) -> None:
     """Multiply as often as EM must: forward, backward and counting, at every transition."""
-    left, right, matrix, moved = BARE[states, sequences, dtype]
     for _ in range(length - 1):
         torch.mm(left, matrix, out=right)
     for _ in range(length - 1):
         torch.mm(left, matrix.T, out=right)
         torch.mm(left.T, right, out=moved)
-
-
-BARE: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 
 def against_products(
@@ -63,10 +59,9 @@ def against_products(
         operands = torch.rand(sequences, states), torch.rand(sequences, states)
         squares = torch.rand(states, states), torch.zeros(states, states)
         left, right, matrix, moved = (tensor.to(dtype) for tensor in (*operands, *squares))
-        BARE[states, sequences, dtype] = left, right, matrix, moved
         expectation = Expectation(states, length, dtype, parameters.initial)
         jobs.append(partial(expectation.add, parameters, index, counts))
-        jobs.append(partial(bare_products, states, sequences, length, dtype))
+        jobs.append(partial(bare_products, left, right, matrix, moved, length))
     single, single_bare, half, half_bare = harness.seconds(*jobs, repeats=repeats)
     label = f"{states:,} states"
     work = 6 * sequences * (length - 1) * states**2 / 1e9
@@ -76,7 +71,6 @@ def against_products(
     report.add(f"{label}: E-step, float32", work / single, "GFLOPS")
     report.add(f"{label}: E-step, bfloat16", work / half, "GFLOPS")
     report.add(f"{label}: E-step, float32", sequences * length / single, "tokens/s")
-    BARE.clear()
 
 
 def one_step(counts: Counts, expectation: Expectation, texts: Tensor, step: float) -> None:

@@ -100,13 +100,12 @@ def _start(corpus: "Corpus", states: int | None, start: str | None, seed: int) -
     from foretrace.errors import InvalidInputError
     from foretrace.hmm import HMM
 
-    if (states is None) == (start is None):
-        raise InvalidInputError("Give either --states, for a random start, or --start, an HMM.")
-    if start is not None:
+    if start is not None and states is None:
         return HMM.from_pretrained(start)
-    manifest = corpus.manifest
-    assert states is not None
-    return HMM.random(states, manifest.vocab_size, eos_token_id=manifest.eos_token_id, seed=seed)
+    if states is not None and start is None:
+        vocab, eos = corpus.manifest.vocab_size, corpus.manifest.eos_token_id
+        return HMM.random(states, vocab, eos_token_id=eos, seed=seed)
+    raise InvalidInputError("Give either --states, for a random start, or --start, an HMM.")
 
 
 class _Screen:

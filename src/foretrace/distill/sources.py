@@ -4,8 +4,9 @@ Both draw from the LM as it is: temperature 1, top-p 1, no top-k. A library's de
 keeps the 50 likeliest tokens) would make the HMM learn another model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -71,14 +72,14 @@ class TransformersSource:
         """Load a model by folder or hub id; `options` go to `from_pretrained`."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer, model = _load(name, AutoTokenizer, AutoModelForCausalLM, options)
+        tokenizer, model = _load(
+            name, AutoTokenizer, partial(AutoModelForCausalLM.from_pretrained, name, **options)
+        )
         return cls(name, model.eval(), tokenizer, end_of_text(tokenizer, end_of_text_token))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn texts into token ids, without special tokens."""
-        return [
-            list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False).input_ids
-        ]
+        return _encode(self.tokenizer, texts)
 
     def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
@@ -128,11 +129,10 @@ class TransformersSource:
             eos_token_id=self.eos_token_id,
             pad_token_id=self.eos_token_id,
         ).cpu()
-        rows = torch.full((len(prefixes), length), self.eos_token_id)
-        for row, prefix in enumerate(prefixes):
-            text = drawn[row, longest + 1 - len(prefix) :][:length]
-            rows[row, : len(text)] = text
-        return rows
+        texts = [
+            row[longest + 1 - len(prefix) :] for row, prefix in zip(drawn, prefixes, strict=True)
+        ]
+        return _padded(texts, length, self.eos_token_id)
 
 
 @dataclass
@@ -164,14 +164,12 @@ class VLLMSource:
                 "vLLM is not installed in this environment: pip install 'foretrace[vllm]', or use "
                 "--engine transformers."
             ) from None
-        tokenizer, engine = _load(name, AutoTokenizer, LLM, options)
+        tokenizer, engine = _load(name, AutoTokenizer, partial(LLM, model=name, **options))
         return cls(name, engine, tokenizer, end_of_text(tokenizer, end_of_text_token))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn texts into token ids, without special tokens."""
-        return [
-            list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False).input_ids
-        ]
+        return _encode(self.tokenizer, texts)
 
     def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
@@ -190,19 +188,29 @@ class VLLMSource:
             for prefix in prefixes
         ]
         prompts = [{"prompt_token_ids": [self.eos_token_id, *prefix]} for prefix in prefixes]
-        rows = torch.full((len(prefixes), length), self.eos_token_id)
-        for row, done in enumerate(self.engine.generate(prompts, settings, use_tqdm=False)):
-            text = torch.tensor([*prefixes[row], *done.outputs[0].token_ids])[:length]
-            rows[row, : len(text)] = text
-        return rows
+        drawn = self.engine.generate(prompts, settings, use_tqdm=False)
+        texts = [
+            torch.tensor([*prefix, *done.outputs[0].token_ids])
+            for prefix, done in zip(prefixes, drawn, strict=True)
+        ]
+        return _padded(texts, length, self.eos_token_id)
 
 
-def _load(name: str, tokenizers: Any, models: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
+
+
+def _padded(texts: Sequence[Tensor], length: int, eos_token_id: int) -> Tensor:
+    """Cut texts at `length` tokens, and fill up with end of text those that are shorter."""
+    rows = torch.full((len(texts), length), eos_token_id)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text[:length]
+    return rows
+
+
+def _load(name: str, tokenizers: Any, load_model: Callable[[], Any]) -> tuple[Any, Any]:
     try:
-        tokenizer = tokenizers.from_pretrained(name)
-        if hasattr(models, "from_pretrained"):
-            return tokenizer, models.from_pretrained(name, **options)
-        return tokenizer, models(model=name, **options)
+        return tokenizers.from_pretrained(name), load_model()
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
