@@ -1,11 +1,12 @@
 """A tiny real LM: a Llama of random weights with a word-level tokenizer, saved as a folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(63))]
 
 
-def write_tiny_lm(folder: Path) -> Path:
+def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
     """Write model and tokenizer as transformers would load them from a hub."""
     import torch
     from tokenizers import Tokenizer
@@ -13,7 +14,9 @@ def write_tiny_lm(folder: Path) -> Path:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
+    words = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="w0")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, eos_token=WORDS[0]

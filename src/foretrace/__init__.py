@@ -4,19 +4,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from foretrace.distill.config import DistillConfig
+    from foretrace.distill.run import distill
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
     from foretrace.vocabulary import fingerprint
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["HMM", "ForetraceError", "HMMConfig", "__version__", "fingerprint"]
+__all__ = [
+    "HMM",
+    "DistillConfig",
+    "ForetraceError",
+    "HMMConfig",
+    "__version__",
+    "distill",
+    "fingerprint",
+]
 
 # Names are imported on first use, so that `import foretrace` costs milliseconds, not torch.
 _HOMES = {
     "HMM": "foretrace.hmm",
     "HMMConfig": "foretrace.hmm",
+    "DistillConfig": "foretrace.distill.config",
     "ForetraceError": "foretrace.errors",
+    "distill": "foretrace.distill.run",
     "fingerprint": "foretrace.vocabulary",
 }
 

@@ -210,3 +210,20 @@ def locate(source: str | os.PathLike[str], revision: str | None, patterns: Seque
             f"({reason[0]}). Check the spelling, the network, and `hf auth login` if it is private."
         ) from error
     return Path(fetched)
+
+
+def publish(folder: Path, repository: str, patterns: Sequence[str]) -> str:
+    """Upload some files of a folder to a repository of the Hugging Face hub; give its address."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=list(patterns))
+    except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidInputError(
+            f"{folder} cannot be published as '{repository}' ({reason[0]}). It is whole on disk; "
+            f"check the network and `hf auth login`, and run the command again."
+        ) from error
+    return str(address)

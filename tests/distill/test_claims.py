@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretrace.distill import claims
-from foretrace.distill.claims import claimed
+from foretrace.distill.claims import claimed, share
 
 
 def claim_of(path: Path) -> Path:
@@ -45,7 +45,7 @@ def test_a_dead_process_leaves_nothing_behind_that_counts(tmp_path: Path) -> Non
     script = """
 import os, sys
 from pathlib import Path
-from foretrace.distill.claims import claimed
+from foretrace.distill.claims import claimed, share
 with claimed(Path(sys.argv[1])) as mine:
     assert mine
     os.kill(os.getpid(), 9)
@@ -66,6 +66,44 @@ def test_a_silent_worker_elsewhere_is_given_up(tmp_path: Path) -> None:
     os.utime(claim_of(path), (long_ago, long_ago))
     with claimed(path) as mine:
         assert mine
+
+
+def test_a_claim_that_was_taken_over_is_left_alone(tmp_path: Path) -> None:
+    """A worker that was given up, and comes back, does not free what is another's."""
+    path = tmp_path / "work"
+    with claimed(path) as mine:
+        assert mine
+        claim_of(path).write_text('{"name": "other", "host": "another-machine", "process": 1}')
+    assert claim_of(path).exists()
+
+
+def test_a_takeover_removes_what_was_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "work"
+    claim_of(path).write_text('{"host": "another-machine", "process": 1}')
+    os.utime(claim_of(path), (1.0, 1.0))
+    (tmp_path / ".work.0123.partial").touch()
+    (tmp_path / ".other.0123.partial").touch()
+    with claimed(path) as mine:
+        assert mine
+        assert not (tmp_path / ".work.0123.partial").exists()
+        assert (tmp_path / ".other.0123.partial").exists()
+
+
+def test_sharing_waits_for_others_and_stops_when_told(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    with claimed(paths[0]) as mine:
+        assert mine
+        share(paths, lambda number, path: path.touch(), until=paths[2].exists)
+    assert not paths[0].exists()
+    assert paths[2].exists()
+    made: list[int] = []
+
+    def make(number: int, path: Path) -> None:
+        made.append(number)
+        path.touch()
+
+    share(paths, make)
+    assert made == [0]
 
 
 def test_a_living_worker_keeps_its_claim_fresh(

@@ -15,7 +15,7 @@ from foretrace.errors import InvalidFileError, InvalidInputError
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from foretrace.distill.sources import TransformersSource
+from foretrace.distill.transformers_source import TransformersSource
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from foretrace.distill.sample import SamplingConfig, sample
-from foretrace.distill.sources import TransformersSource
+from foretrace.distill.transformers_source import TransformersSource
 source = TransformersSource.load(sys.argv[1], end_of_text_token=None)
 source.batch_size = 16
 print("ready", flush=True)

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from foretrace import __version__
-from foretrace.cli import em, hmm
+from foretrace.cli import distill, em, hmm
 from foretrace.errors import ForetraceError
 
 app = typer.Typer(
@@ -14,6 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command(epilog=distill.EPILOG)(distill.distill)
 app.command(epilog=em.EPILOG)(em.em)
 app.add_typer(hmm.app, name="hmm")
 

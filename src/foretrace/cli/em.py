@@ -1,12 +1,13 @@
 """`foretrace em`: train an HMM on a corpus of token sequences."""
 
-import os
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from foretrace.cli.bars import Bars
+from foretrace.cli.device import choose_device
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -60,11 +61,12 @@ def em(
         checkpoint_minutes=checkpoint_minutes,
         seed=seed,
     )
-    place = _place(device)
+    place = choose_device(device)
     with joined(place) as group:
         opened = Corpus(corpus)
         exact = torch.float64 if dtype is ProductDtype.float64 else torch.float32
-        with _Screen(out if tensorboard else None, visible=group.leads) as screen:
+        with Bars(visible=group.leads) as bars:
+            screen = _Screen(bars, out if tensorboard and group.leads else None)
             trained = train(
                 _start(opened, states, start, seed).to(place, exact),
                 opened,
@@ -73,27 +75,9 @@ def em(
                 observe=screen.show,
             )
         if group.leads:
+            screen.close()
             trained.save_pretrained(out)
             typer.echo(f"written to {out}")
-
-
-def _place(device: str) -> str:
-    """Choose the device: under torchrun, each process its own GPU."""
-    import torch
-
-    from foretrace.errors import InvalidInputError
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda:") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInputError(
-            f"Several processes cannot share {device}: give --device cuda, and each takes its own."
-        )
-    if device != "cuda":
-        return device
-    place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    torch.cuda.set_device(place)
-    return place
 
 
 def _start(corpus: "Corpus", states: int | None, start: str | None, seed: int) -> "HMM":
@@ -111,59 +95,32 @@ def _start(corpus: "Corpus", states: int | None, start: str | None, seed: int) -
 class _Screen:
     """The bar on the terminal, and TensorBoard if asked for."""
 
-    def __init__(self, tensorboard: Path | None, *, visible: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        self.visible = visible
-        self.bar = Bar(
-            TextColumn("EM"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            disable=not visible,
-        )
-        self.task = self.bar.add_task("EM", total=None, figures="")
+    def __init__(self, bars: Bars, tensorboard: Path | None) -> None:
+        self.bars = bars
         self.measured = ""
-        self.writer = _tensorboard(tensorboard) if tensorboard is not None and visible else None
+        self.writer = None if tensorboard is None else _tensorboard(tensorboard)
 
     def show(self, progress: "Progress") -> None:
         """Show one step."""
-        if not self.visible:
-            return
         if progress.held_out is not None:
             self.measured = f"held-out {progress.held_out:.4f}"
         if progress.baselines is not None:
             found = progress.baselines
             self.measured += f" (unigram {found.unigram:.4f}, bigram {found.bigram:.4f})"
         speed = progress.tokens / max(progress.seconds, 1e-9)
-        figures = (
-            f"{progress.log_likelihood:.4f} nats/token  {speed:,.0f} tokens/s  {self.measured}"
-        )
-        self.bar.update(
-            self.task, completed=progress.step, total=progress.steps, figures=figures.strip()
-        )
+        note = f"{progress.log_likelihood:.4f} nats/token  {speed:,.0f} tokens/s  {self.measured}"
+        self.bars.show("EM", progress.step, progress.steps, "steps", note.strip())
         if self.writer is not None:
             for name in ("log_likelihood", "held_out", "step_size"):
                 value = getattr(progress, name)
                 if value is not None:
                     self.writer.add_scalar(name, value, progress.step)
 
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.stop()
+    def close(self) -> None:
+        """Say what it came to."""
         if self.writer is not None:
             self.writer.close()
-        if self.visible and kind is None and self.measured:
+        if self.measured:
             typer.echo(f"{self.measured} nats/token")
 
 

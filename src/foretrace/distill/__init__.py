@@ -1,7 +1,38 @@
-"""From token sequences to an HMM."""
+"""From a language model, or from token sequences, to an HMM.
 
+`foretrace.distill` is this package and also the function: `foretrace.distill(model, config, ...)`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from foretrace.distill.config import DistillConfig
 from foretrace.distill.corpus import Corpus, Manifest
 from foretrace.distill.em import train
+from foretrace.distill.initialise import LatentConfig
+from foretrace.distill.lm import LMConfig
 from foretrace.distill.settings import EMConfig, Progress
 
-__all__ = ["Corpus", "EMConfig", "Manifest", "Progress", "train"]
+__all__ = [
+    "Corpus",
+    "DistillConfig",
+    "EMConfig",
+    "LMConfig",
+    "LatentConfig",
+    "Manifest",
+    "Progress",
+    "train",
+]
+
+
+class _Callable(ModuleType):
+    """A package that can be called: Python binds `foretrace.distill` to it, like it or not."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        from foretrace.distill.run import distill
+
+        return distill(*given, **named)
+
+
+sys.modules[__name__].__class__ = _Callable

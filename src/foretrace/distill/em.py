@@ -19,7 +19,7 @@ from foretrace.distill.counts import Counts
 from foretrace.distill.diary import Diary
 from foretrace.distill.expectation import BatchCounts, Expectation, log_likelihood
 from foretrace.distill.group import Group, current
-from foretrace.distill.settings import DTYPES, EMConfig, Progress
+from foretrace.distill.settings import DTYPES, FREE, EMConfig, Progress
 from foretrace.distill.workspace import Workspace
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
@@ -240,7 +240,7 @@ def _settings(
 ) -> dict[str, object]:
     """Name what a checkpoint depends on: a run goes on only with the same."""
     settings = asdict(config)
-    for free in ("checkpoint_minutes", "evaluations"):
+    for free in FREE:
         del settings[free]
     start = [_io.checksum(table) for table in (counts.initial, counts.transition, counts.emission)]
     return settings | {

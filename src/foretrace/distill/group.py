@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
@@ -66,7 +67,9 @@ def joined(device: torch.device | str = "cpu") -> Iterator[Group]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield current()
         return
-    dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
+    # One process may write a large table while the others wait for it.
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=6))
     try:
         yield current()
     finally:

@@ -11,6 +11,10 @@ from foretrace.errors import InvalidInputError
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+FREE = ("checkpoint_minutes", "evaluations")
+"""Settings that change nothing in the result: a run may go on with others."""
+
+
 @dataclass(frozen=True)
 class EMConfig:
     """How to train."""

@@ -1,0 +1,50 @@
+"""Draws the plots of docs/results from the JSON of benchmarks/starts.py.
+
+python benchmarks/plots.py STARTS.json docs/results
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+AFTER = re.compile(r"(\d+) states, (\w+), (\d+) sequences: after EM")
+
+
+def main() -> None:
+    """Draw likelihood against states, and against sequences."""
+    rows = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(sys.argv[2])
+    found = [(*match.groups(), row["value"]) for row in rows if (match := AFTER.match(row["name"]))]
+    points = [(int(states), start, int(many), float(value)) for states, start, many, value in found]
+    most = max(many for _, _, many, _ in points)
+    by_states: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    by_sequences: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for states, start, many, value in points:
+        if many == most:
+            by_states[f"{start} start"].append((states, value))
+        if start == "latent" and any(states == s and many != m for s, _, m, _ in points):
+            by_sequences[f"{states} states, latent start"].append((many, value))
+    _draw(by_states, "states", folder / "likelihood-states.png")
+    _draw(by_sequences, "training sequences", folder / "likelihood-sequences.png")
+
+
+def _draw(lines: dict[str, list[tuple[int, float]]], label: str, path: Path) -> None:
+    figure = Figure(figsize=(5.0, 3.4), layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel=label, ylabel="held-out nats per token")
+    for name, line in lines.items():
+        where, values = zip(*sorted(line), strict=True)
+        axes.plot(where, values, marker="o", ms=4, label=name)
+    ticks = sorted({where for line in lines.values() for where, _ in line})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

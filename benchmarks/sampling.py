@@ -1,0 +1,131 @@
+"""Sampling a corpus: foretrace against the bare engine, on the same prompts, by turns.
+
+Needs SmolLM2 (see CONTRIBUTING.md). vLLM is measured where it is installed.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from foretrace.distill.baselines import real_tokens
+from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.vllm_source import VLLMSource
+from harness import Options, Report, options
+from smollm2 import find_smollm2
+
+END = "<|endoftext|>"
+
+
+def main() -> None:
+    """Measure what is installed."""
+    given = options(__doc__)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model = str(find_smollm2())
+    report = Report("Sampling: tokens/s, foretrace / bare engine")
+    measure_transformers(model, given, report)
+    if _installed("vllm"):
+        measure_vllm(model, given, report)
+    report.publish(given.json)
+
+
+def measure_transformers(model: str, given: Options, report: Report) -> None:
+    """Draw whole texts, against `generate` on a batch of the same size."""
+    rows, length = (64, 9) if given.quick else (256, 33)
+    source = TransformersSource.load(model, end_of_text_token=END, dtype=torch.bfloat16)
+    source.batch_size = rows
+    begin = torch.zeros(rows, 1, dtype=torch.long)
+
+    def bare() -> int:
+        generate = source.model.generate
+        drawn = generate(  # type: ignore[operator]
+            begin,
+            attention_mask=torch.ones_like(begin),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=length - 1,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        return int(real_tokens(drawn[:, 1:], 0).sum())
+
+    def ours() -> int:
+        return int(real_tokens(source.draw([[]] * rows, length - 1, seed=0), 0).sum())
+
+    _compare("transformers", bare, ours, given, report, goal=0.9)
+
+
+def measure_vllm(model: str, given: Options, report: Report) -> None:
+    """Draw from prompts and from nothing, against `LLM.generate` without seeds."""
+    from vllm import SamplingParams
+
+    rows, length = (128, 12) if given.quick else (1024, 32)
+    source = VLLMSource.load(
+        model,
+        end_of_text_token=END,
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=512,
+        enforce_eager=True,
+    )
+    prefix = source.encode(["We had one farmer tell us that"])[0]
+    prefixes = [[] if row % 2 else prefix for row in range(rows)]
+    prompts = [{"prompt_token_ids": [0, *each]} for each in prefixes]
+
+    def bare() -> int:
+        settings = [
+            SamplingParams(
+                max_tokens=length - len(each),
+                top_k=0,
+                stop_token_ids=[0],
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for each in prefixes
+        ]
+        drawn = source.engine.generate(prompts, settings, use_tqdm=False)
+        return sum(len(each.outputs[0].token_ids) for each in drawn)
+
+    def ours() -> int:
+        drawn = source.draw(prefixes, length, seed=0)
+        return int(real_tokens(drawn, 0).sum()) - sum(map(len, prefixes))
+
+    _compare("vLLM", bare, ours, given, report, goal=0.95)
+
+
+def _compare(
+    name: str,
+    bare: Callable[[], int],
+    ours: Callable[[], int],
+    given: Options,
+    report: Report,
+    *,
+    goal: float,
+) -> None:
+    """Take turns; the best of each, since noise only ever slows."""
+    rates: dict[str, list[float]] = {"bare": [], "ours": []}
+    for turn in range(2 if given.quick else 5):
+        for which, draw in (("bare", bare), ("ours", ours)):
+            began = perf_counter()
+            tokens = draw()
+            if turn:  # the first turn warms up
+                rates[which].append(tokens / (perf_counter() - began))
+    best = {which: max(found) for which, found in rates.items()}
+    report.add(f"{name}, bare", best["bare"], "tokens/s")
+    report.add(f"{name}, foretrace", best["ours"], "tokens/s")
+    report.add(f"{name}, ratio", best["ours"] / best["bare"], "", at_least=goal)
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""`foretrace distill`: from a language model's name to an HMM."""
+
+import json
+import os
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretrace.cli.bars import Bars
+from foretrace.cli.device import choose_device
+from foretrace.cli.em import ProductDtype
+
+if TYPE_CHECKING:
+    from foretrace.distill import DistillConfig, LMConfig
+
+EPILOG = (
+    "Example: foretrace distill HuggingFaceTB/SmolLM2-135M --states 4096 --sequences 10M --out hmm"
+)
+
+
+class Engine(StrEnum):
+    """What draws from the LM."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+class Start(StrEnum):
+    """Where EM starts."""
+
+    latent = "latent"
+    random = "random"
+
+
+def count(given: str | int) -> int:
+    """Read a number of things: 120000, 120k, 10M, 1B."""
+    text = str(given)
+    factors = {"k": 10**3, "m": 10**6, "b": 10**9}
+    factor = factors.get(text[-1:].lower(), 1)
+    try:
+        value = Decimal(text if factor == 1 else text[:-1]) * factor
+    except InvalidOperation:
+        value = Decimal(-1)
+    if not value.is_finite() or value < 1 or value != int(value):
+        raise typer.BadParameter(f"'{text}' is no count. Write 120000, 120k, 10M or 1B.")
+    return int(value)
+
+
+def distill(
+    model: Annotated[str, typer.Argument(help="A causal LM: a folder, or an id on the hub.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; run again to go on in it.")],
+    states: Annotated[int, typer.Option(help="Hidden states.")] = 4096,
+    sequences: Annotated[
+        int, typer.Option(parser=count, metavar="COUNT", help="Sequences to draw: 120k, 10M.")
+    ] = 10_000_000,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts to continue: lines, or JSON Lines; .xz, .gz.")
+    ] = None,
+    prompted: Annotated[float, typer.Option(help="Share that continues a prompt.")] = 0.5,
+    engine: Annotated[Engine, typer.Option(help="What draws.")] = Engine.transformers,
+    engine_options: Annotated[
+        str, typer.Option(help="JSON, for the engine: '{\"tensor_parallel_size\": 2}'.")
+    ] = "{}",
+    reader_options: Annotated[
+        str | None, typer.Option(help="JSON, to read hidden states by transformers, if others.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What the LM runs in.")] = "auto",
+    end_of_text: Annotated[
+        str | None, typer.Option(help="Token that begins and ends texts, if not the tokenizer's.")
+    ] = None,
+    start: Annotated[Start, typer.Option(help="Where EM starts.")] = Start.latent,
+    persistence: Annotated[
+        float, typer.Option(help="Weight of a row's subject in finding states.")
+    ] = 0.0,
+    epochs: Annotated[int, typer.Option(help="Passes of EM over the corpus.")] = 10,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a step of EM.")] = 4096,
+    em_dtype: Annotated[
+        ProductDtype, typer.Option(help="What products of EM run in.")
+    ] = ProductDtype.float32,
+    held_out: Annotated[int, typer.Option(help="Sequences kept aside to measure on.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="Publish the result under this id on the hub.")
+    ] = None,
+) -> None:
+    """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
+    from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
+    from foretrace.distill.run import distill as run
+    from foretrace.distill.run import publish
+
+    config = DistillConfig(
+        num_states=states,
+        sequences=sequences,
+        length=length,
+        prompted=prompted,
+        start=start.value,
+        latent=LatentConfig(persistence=persistence),
+        em=EMConfig(epochs=epochs, batch_size=batch_size, dtype=em_dtype.value, held_out=held_out),
+        seed=seed,
+    )
+    lm = LMConfig(
+        engine=engine.value,
+        dtype=dtype,
+        end_of_text=end_of_text,
+        device=choose_device(device),
+        options=_options(engine_options),
+        reader_options=None if reader_options is None else _options(reader_options),
+    )
+    texts = [] if prompts is None else read_prompts(prompts)
+    if plan:
+        _show_plan(model, config, lm, texts, out)
+        return
+    leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started
+    with Bars(visible=leads) as bars:
+        hmm = run(
+            model, config, out=out, prompts=texts, lm=lm, observe=lambda told: bars.show(*told)
+        )
+    if leads:
+        typer.echo(f"{hmm} written to {out}")
+    if push_to_hub is not None and leads:
+        typer.echo(f"published as {publish(out, push_to_hub)}")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read prompts: a line each, or JSON objects with a `prompt` or `text`; .xz and .gz too."""
+    import gzip
+    import lzma
+
+    from foretrace.errors import InvalidFileError
+
+    opened: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+    try:
+        with opened.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            lines = [line.rstrip("\n") for line in file if line.strip()]
+        rows = [json.loads(line) for line in lines] if ".jsonl" in path.suffixes else lines
+        found = [
+            row if isinstance(row, str) else row.get("prompt", row.get("text")) for row in rows
+        ]
+    except (OSError, ValueError, AttributeError, lzma.LZMAError) as error:
+        raise InvalidFileError(
+            f"{path} cannot be read ({error}). Give a text file with a prompt on every line, or "
+            f"JSON Lines (.jsonl) with a field `prompt` or `text`."
+        ) from error
+    if not found or not all(isinstance(prompt, str) for prompt in found):
+        raise InvalidFileError(
+            f"{path} has no prompts, or rows without one. JSON Lines need a field `prompt` or "
+            f"`text` in every row."
+        )
+    return found
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise typer.BadParameter("--engine-options takes JSON: '{\"max_num_seqs\": 512}'.")
+    return options
+
+
+def _show_plan(
+    model: str, config: "DistillConfig", lm: "LMConfig", prompts: list[str], out: Path
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from foretrace.distill.costs import gigabytes
+    from foretrace.distill.plan import plan
+
+    found = plan(model, config, prompts=prompts, lm=lm, folder=out)
+    table = Table("stage", "time", "of", title=f"{config.num_states:,} states of {model}")
+    for stage in found.stages:
+        table.add_row(stage.name, _duration(stage.seconds), stage.work)
+    table.add_row("all", _duration(found.seconds), "one process, this machine")
+    console = Console()
+    console.print(table)
+    costs = found.costs
+    console.print(
+        f"disk: {gigabytes(costs.disk)} at most (corpus {gigabytes(costs.corpus)}, hidden states "
+        f"{gigabytes(costs.hidden)} for a while, an HMM {gigabytes(costs.table)})\n"
+        f"memory: the LM and what its engine takes; then {gigabytes(costs.latent_memory)} to find "
+        f"a start; then {gigabytes(costs.em_memory)} for EM"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

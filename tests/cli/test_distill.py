@@ -1,0 +1,95 @@
+"""`foretrace distill` as a user types it."""
+
+import lzma
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from foretrace.cli.distill import count, read_prompts
+from foretrace.errors import InvalidFileError
+from foretrace.hmm import HMM
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "foretrace", "distill", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("120000", 120_000), ("120k", 120_000), ("2.01M", 2_010_000), ("1B", 10**9)],
+)
+def test_counts(text: str, number: int) -> None:
+    assert count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "many", "-5", "0.5", "1e", "inf", "nan"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises((typer.BadParameter, click.BadParameter), match="120k"):
+        count(text)
+
+
+def test_prompts_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("one prompt\n\n  another\n")
+    assert read_prompts(tmp_path / "plain.txt") == ["one prompt", "  another"]
+    with lzma.open(tmp_path / "many.jsonl.xz", "wt") as file:
+        file.write('{"prompt": "a"}\n{"text": "b"}\n"c"\n')
+    assert read_prompts(tmp_path / "many.jsonl.xz") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("content", ["", '{"label": 1}\n', "not json\n", "[1]\n"])
+def test_prompts_that_are_none(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidFileError, match="`prompt` or `text`"):
+        read_prompts(path)
+
+
+def test_from_name_to_hmm(tiny_lm: Path, tmp_path: Path) -> None:
+    pytest.importorskip("faiss", reason="needs the extra `transformers`")
+    (tmp_path / "prompts.txt").write_text("w1 w2\nw3\n")
+    arguments = [str(tiny_lm), "--states", "6", "--sequences", "0.2k", "--length", "16"]
+    arguments += ["--prompts", str(tmp_path / "prompts.txt"), "--held-out", "40", "--epochs", "2"]
+    arguments += ["--out", str(tmp_path / "hmm"), "--device", "cpu"]
+    planned = run(*arguments, "--plan")
+    assert planned.returncode == 0, planned.stderr
+    assert "train by EM" in planned.stdout
+    assert re.search(r"disk: [\d.]+ MB", planned.stdout)
+    assert not (tmp_path / "hmm").exists()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout
+    assert HMM.from_pretrained(tmp_path / "hmm").num_states == 6
+
+
+def test_processes_of_torchrun_do_it_together(tiny_lm: Path, tmp_path: Path) -> None:
+    pytest.importorskip("faiss", reason="needs the extra `transformers`")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["--states", "6", "--sequences", "200", "--length", "16", "--held-out", "40"]
+    arguments += ["--epochs", "2", "--out", str(tmp_path / "hmm"), "--device", "cpu"]
+    ran = subprocess.run(
+        [*launch, "-m", "foretrace", "distill", str(tiny_lm), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert HMM.from_pretrained(tmp_path / "hmm").num_states == 6
+
+
+def test_a_wrong_name_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
+    failed = run("no/such-model", "--out", str(tmp_path / "hmm"))
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    assert "check the spelling" in failed.stderr.replace("\n", " ")

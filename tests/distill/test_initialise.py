@@ -1,0 +1,186 @@
+"""Latent variable distillation: states that hidden states tell apart become the HMM's states."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretrace.distill.baselines import real_tokens
+from foretrace.distill.basis import Basis
+from foretrace.distill.corpus import Corpus, Manifest, Split
+from foretrace.distill.initialise import FILE_ROWS, LatentConfig, Latents, vectors
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM, inference
+
+pytest.importorskip("faiss", reason="needs the extra `transformers`")
+
+ROWS, LENGTH, VOCAB = 1500, 12, 30
+
+
+@pytest.fixture(scope="module")
+def truth() -> HMM:
+    """Four states that speak different words, and the end of text."""
+    hmm = HMM.random(5, VOCAB, eos_token_id=0, seed=2)
+    sharp = torch.stack([row.exp() for row in 4 * torch.randn(4, 5, generator=_random(1))])
+    transition = torch.cat([sharp / sharp.sum(1, keepdim=True), torch.eye(5)[-1:]])
+    identity = torch.eye(5)
+    words = torch.stack([hmm.emission.predict(state) for state in identity], 1)  # (V, h)
+    for state in range(4):
+        words[:, state] *= torch.where(torch.arange(VOCAB) % 4 == state, 20.0, 1.0)
+    words /= words.sum(0)
+    return HMM(hmm.initial, transition, words, hmm.config)
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def drawn(truth: HMM, tmp_path: Path) -> tuple[Corpus, dict[tuple[int, ...], Tensor]]:
+    """A corpus of the true HMM, and the states behind each row."""
+    corpus = Corpus.create(tmp_path / "corpus", Manifest(LENGTH, VOCAB, eos_token_id=0))
+    sampled = inference.sample(truth, ROWS, LENGTH, _random(0))
+    for part in torch.split(sampled.tokens, 500):
+        corpus.append(part)
+    behind = zip(sampled.tokens.tolist(), sampled.states, strict=True)
+    return corpus, {tuple(tokens): states for tokens, states in behind}
+
+
+class ReaderThatKnowsTheStates:
+    """Stands for an LM whose hidden states are the true states, a direction each."""
+
+    def __init__(self, states: dict[tuple[int, ...], Tensor]) -> None:
+        self.states, self.rows_read = states, 0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self.rows_read += len(rows)
+        found = torch.stack([self.states[tuple(row)] for row in rows.tolist()])
+        return torch.eye(5)[torch.cat([found, found[:, -1:]], 1)]
+
+
+def latents(corpus: Corpus, folder: Path, states: int, **settings: float) -> Latents:
+    return Latents(corpus, corpus.split(300), states, LatentConfig(**settings), folder)  # type: ignore[arg-type]
+
+
+def nats(hmm: HMM, rows: Tensor) -> float:
+    return float(hmm.log_likelihood(rows).sum() / real_tokens(rows, 0).sum())
+
+
+def test_states_that_the_reader_tells_are_found(
+    truth: HMM, drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
+) -> None:
+    """Up to 5 x 4 pairs of states; the start is close to the truth before any EM."""
+    corpus, states = drawn
+    found = latents(corpus, tmp_path, 21, places_per_state=10_000, iterations=20)
+    found.read(ReaderThatKnowsTheStates(states))
+    hmm = found.start(found.cluster())
+    held_out = corpus.held_out(corpus.split(300))
+    unigram = HMM(torch.ones(1), torch.ones(1, 1), _unigram(corpus))
+    assert nats(hmm, held_out) > nats(truth, held_out) - 0.15
+    assert nats(hmm, held_out) > nats(unigram, held_out) + 0.3
+    assert hmm.config.eos_token_ids == (0,)
+    assert hmm.emission.rows(torch.tensor([0]))[0].tolist() == [0.0] * 20 + [1.0]
+
+
+def _unigram(corpus: Corpus) -> Tensor:
+    rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
+    counts = torch.bincount(rows[real_tokens(rows, 0)], minlength=VOCAB).float()[:, None]
+    return counts / counts.sum()
+
+
+def test_rows_come_from_all_shards_and_only_once(
+    drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
+) -> None:
+    corpus, states = drawn
+    found = latents(corpus, tmp_path, 6, places_per_state=900)  # 450 rows of 1,200
+    reader = ReaderThatKnowsTheStates(states)
+    found.read(reader)
+    read = torch.cat([block.tokens for block in found.blocks()])
+    assert 450 <= len(read) <= 450 + FILE_ROWS
+    assert {number for number, _ in found.pieces} == {0, 1, 2}
+    everything = latents(corpus, tmp_path / "all", 6, places_per_state=10**6)
+    reader = ReaderThatKnowsTheStates(states)
+    everything.read(reader)
+    assert reader.rows_read == 1200 + FILE_ROWS  # one file twice: first for the axes
+    read = torch.cat([block.tokens for block in everything.blocks()])
+    trained = torch.cat(list(corpus.batches(corpus.split(300), 100, seed=0, epoch=0)))
+    assert sorted(read.tolist()) == sorted(trained.tolist())
+
+
+def test_work_that_is_done_is_not_done_again(
+    drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
+) -> None:
+    corpus, states = drawn
+    once = latents(corpus, tmp_path / "once", 6, iterations=5)
+    once.read(ReaderThatKnowsTheStates(states))
+    expected = once.cluster()
+
+    broken = latents(corpus, tmp_path / "twice", 6, iterations=5)
+    reader = ReaderThatKnowsTheStates(states)
+    broken.read(reader)
+    removed = broken.paths[0]
+    removed.unlink()
+    passes: list[int] = []
+
+    def interrupt(done: int, total: int) -> None:
+        passes.append(done)
+        if done == 3:
+            raise KeyboardInterrupt
+
+    assert not broken.complete
+    before = reader.rows_read
+    broken.read(reader)
+    assert 0 < reader.rows_read - before <= FILE_ROWS
+    with pytest.raises(KeyboardInterrupt):
+        broken.cluster(interrupt)
+    again = latents(corpus, tmp_path / "twice", 6, iterations=5)
+    assert torch.allclose(again.cluster(lambda done, total: passes.append(done)), expected)
+    assert passes == [1, 2, 3, 4, 5]
+
+
+def test_a_basis_keeps_what_differs_most() -> None:
+    """Three directions among forty carry nearly everything: they suffice to tell vectors apart."""
+    strong = torch.linalg.qr(torch.randn(40, 3, generator=_random(1))).Q
+    where = torch.randn(500, 3, generator=_random(2))
+    hidden = where @ strong.T + 0.01 * torch.randn(500, 40, generator=_random(3))
+    basis = Basis.of(hidden, 3)
+    found = basis(hidden)
+    assert found.shape == (500, 3)
+    assert torch.allclose(found.norm(dim=1), torch.ones(500), atol=1e-5)
+    expected = torch.nn.functional.normalize(where, dim=1)
+    nearest = torch.cdist(expected, expected).fill_diagonal_(9).argmin(1)
+    ranks = torch.cdist(found, found) < torch.linalg.norm(found - found[nearest], dim=1)[:, None]
+    assert ranks.sum(1).float().median() < 10  # of 500: neighbours stay neighbours
+
+
+def test_a_basis_of_few_vectors_has_few_axes() -> None:
+    assert Basis.of(torch.randn(5, 40), 128).axes.shape[1] <= 5
+
+
+def test_persistence_keeps_rows_of_a_subject_together() -> None:
+    hidden = torch.nn.functional.normalize(torch.randn(2, 5, 3, generator=_random(0)), dim=-1)
+    text = torch.ones(2, 4, dtype=torch.bool)
+    text[0, 2:] = False
+    plain, subject = vectors(hidden, text, 0.0), vectors(hidden, text, 2.0)
+    assert plain.shape == (6, 6)
+    assert subject.shape == (6, 9)
+    assert torch.equal(subject[0, 6:], subject[1, 6:])  # the two places of the first row
+    assert not torch.allclose(subject[0, 6:], subject[2, 6:])
+    assert torch.allclose(subject[:, 6:].norm(dim=1), torch.tensor(2.0))
+
+
+def test_a_corpus_without_an_end(tmp_path: Path) -> None:
+    corpus = Corpus.create(tmp_path, Manifest(LENGTH, VOCAB))
+    empty: list[Split] = []
+    with pytest.raises(InvalidInputError, match="Start at random"):
+        Latents(corpus, empty, 6, LatentConfig(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"places_per_state": 0}, {"dimensions": 0}, {"iterations": 0}, {"persistence": -1.0}],
+)
+def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError):
+        LatentConfig(**wrong)  # type: ignore[arg-type]

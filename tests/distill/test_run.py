@@ -1,0 +1,249 @@
+"""The whole way from a model's name to an HMM, killed at every stage and run again."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import foretrace as ft
+from foretrace.distill import EMConfig, LatentConfig, LMConfig
+from foretrace.distill.run import Advance, publish
+from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
+from foretrace.hmm.storage import named_tensors
+from tiny_lm import WORDS, write_tiny_lm
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+pytest.importorskip("faiss", reason="needs the extra `transformers`")
+
+CONFIG = ft.DistillConfig(
+    num_states=8,
+    sequences=600,
+    length=16,
+    shard_rows=40,
+    latent=LatentConfig(places_per_state=1000, iterations=3),
+    em=EMConfig(epochs=4, batch_size=50, held_out=100, evaluations=4, checkpoint_minutes=0),
+)
+
+SMALL = ft.DistillConfig(
+    num_states=4, sequences=90, length=8, start="random", em=EMConfig(epochs=1, held_out=0)
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distillation that nothing disturbed."""
+    out = tmp_path_factory.mktemp("finished")
+    ft.distill(str(tiny_lm), CONFIG, out=out, prompts=["w1 w2 w3"])
+    return out
+
+
+def test_the_folder_holds_all_that_was_promised(finished: Path, tiny_lm: Path) -> None:
+    hmm = ft.HMM.from_pretrained(finished)
+    assert (hmm.num_states, hmm.vocab_size) == (8, 64)
+    assert hmm.config.source_model == tiny_lm.name  # never the path
+    facts = hmm.config.distillation
+    assert facts["sequences"] == 500
+    assert facts["settings"]["start"] == "latent"
+    assert set(facts["memory_gain"]) == {"1", "2", "4"}
+    card = (finished / "README.md").read_text()
+    assert "library_name: foretrace" in card
+    assert f"{facts['held_out_log_likelihood']:.4f}" in card
+    assert "likelihood.png" in card
+    assert str(tiny_lm.parent) not in card
+    assert (finished / "likelihood.png").read_bytes().startswith(b"\x89PNG")
+    assert len((finished / "metrics.jsonl").read_text().splitlines()) == 40
+    assert not list(finished.rglob("*.claim"))
+    assert not list(finished.rglob("hidden-*"))
+
+
+def test_it_learns(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    measured = [row["held_out"] for row in rows if row["held_out"] is not None]
+    assert measured[-1] > measured[0] - 0.01
+    assert measured[-1] > rows[-1]["baselines"]["unigram"] - 0.05
+
+
+SCRIPT = """
+import json, sys
+import foretrace as ft
+from foretrace.distill import EMConfig, LatentConfig
+given = json.loads(sys.argv[1])
+given["latent"], given["em"] = LatentConfig(**given["latent"]), EMConfig(**given["em"])
+ft.distill(sys.argv[2], ft.DistillConfig(**given), out=sys.argv[3], prompts=["w1 w2 w3"])
+"""
+
+
+def _start(tiny_lm: Path, out: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, json.dumps(asdict(CONFIG)), str(tiny_lm), str(out)],
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _kill_when(tiny_lm: Path, out: Path, reached: Callable[[], bool]) -> None:
+    process = _start(tiny_lm, out)
+    deadline = time.monotonic() + 120
+    while not reached():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+
+
+def test_killed_at_every_stage_it_ends_the_same(
+    tiny_lm: Path, tmp_path: Path, finished: Path
+) -> None:
+    """kill -9 while sampling, while reading hidden states, in EM: nothing is drawn twice."""
+    work = tmp_path / "work"
+
+    def shards() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in (work / "corpus").glob("shard-*")}
+
+    _kill_when(tiny_lm, tmp_path, lambda: len(shards()) >= 3)
+    sampled = shards()
+    assert 3 <= len(sampled) < 15
+    _kill_when(tiny_lm, tmp_path, lambda: any(work.rglob("hidden-*")))
+    assert not (work / "start" / "hmm.safetensors").exists()
+    assert sampled.items() <= shards().items()
+    sampled = shards()
+    assert len(sampled) == 15
+    _kill_when(tiny_lm, tmp_path, lambda: (work / "em" / "checkpoint.safetensors").exists())
+    assert not (tmp_path / "hmm.safetensors").exists()
+    assert _start(tiny_lm, tmp_path).wait() == 0
+    assert shards() == sampled
+    ours, theirs = (named_tensors(ft.HMM.from_pretrained(out)) for out in (tmp_path, finished))
+    for name, table in theirs.items():
+        assert torch.allclose(ours[name], table, atol=1e-6), name
+
+
+def test_two_at_once_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Path) -> None:
+    workers = [_start(tiny_lm, tmp_path) for _ in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    ours, theirs = (ft.HMM.from_pretrained(out) for out in (tmp_path, finished))
+    assert torch.allclose(ours.initial, theirs.initial, atol=1e-6)
+    assert not list(tmp_path.rglob("hidden-*"))
+    assert not list(tmp_path.rglob("*.claim"))
+
+
+def test_done_is_done(tiny_lm: Path, finished: Path) -> None:
+    told: list[Advance] = []
+    before = (finished / "hmm.safetensors").stat().st_mtime_ns
+    ft.distill(str(tiny_lm), CONFIG, out=finished, prompts=["w1 w2 w3"], observe=told.append)
+    assert not told
+    assert (finished / "hmm.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_random_start_and_what_is_told(tiny_lm: Path, tmp_path: Path) -> None:
+    told: list[Advance] = []
+    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, observe=told.append)
+    assert hmm.num_states == 4
+    assert [(each.stage, each.done, each.total) for each in told] == [
+        ("sampling", 90, 90),
+        ("EM", 1, 1),
+    ]
+
+
+def test_other_settings_in_the_same_folder(tiny_lm: Path, finished: Path) -> None:
+    config = replace(CONFIG, num_states=9)
+    with pytest.raises(InvalidFileError, match=r"num_states differ.*another --out"):
+        ft.distill(str(tiny_lm), config, out=finished, prompts=["w1 w2 w3"])
+
+
+def test_another_tokenizer_than_the_corpus(tmp_path: Path, tiny_lm: Path, finished: Path) -> None:
+    """The corpus is there, the model in its place has other words."""
+    import shutil
+
+    shutil.copytree(finished / "work" / "corpus", tmp_path / "out" / "work" / "corpus")
+    model = write_tiny_lm(tmp_path / tiny_lm.name, [WORDS[0], *reversed(WORDS[1:])])
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
+        ft.distill(str(model), CONFIG, out=tmp_path / "out", prompts=["w1 w2 w3"])
+
+
+def test_too_little_disk(tiny_lm: Path, tmp_path: Path) -> None:
+    config = ft.DistillConfig(sequences=10**15)
+    with pytest.raises(InvalidInputError, match=r"GB on disk, but has.*fewer sequences or states"):
+        ft.distill(str(tiny_lm), config, out=tmp_path)
+
+
+def test_a_mistake_can_be_mended_in_the_same_folder(tiny_lm: Path, tmp_path: Path) -> None:
+    """A wrong name, then settings that are changed before their stage: no folder is spoilt."""
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
+        ft.distill(str(tmp_path / "nowhere"), SMALL, out=tmp_path)
+    (tmp_path / "work" / "corpus").mkdir(parents=True)  # killed before the manifest was there
+    ft.distill(str(tiny_lm), SMALL, out=tmp_path)
+    (tmp_path / "hmm.safetensors").unlink()
+    with pytest.raises(InvalidFileError, match=r"start was made with.*num_states.*remove it"):
+        ft.distill(str(tiny_lm), replace(SMALL, num_states=5), out=tmp_path)
+    with pytest.raises(InvalidFileError, match=r"corpus was drawn with.*length.*remove it"):
+        ft.distill(str(tiny_lm), replace(SMALL, length=9), out=tmp_path)
+
+
+def test_what_cannot_be_measured_is_left_out(tiny_lm: Path, tmp_path: Path) -> None:
+    """Rows too short for a prefix of 12 tokens: the HMM is written all the same."""
+    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path)
+    assert "memory_gain" not in hmm.config.distillation
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": "best"},
+        {"num_states": 1},
+        {"sequences": 0},
+        {"seed": -1},
+        {"sequences": 4096},  # as many as are held out
+        {"sequences": 5000, "length": 2, "num_states": 50_000},
+    ],
+)
+def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError):
+        ft.DistillConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_not_there() -> None:
+    with pytest.raises(InvalidInputError, match="transformers or vllm"):
+        LMConfig(engine="llama.cpp")
+
+
+def test_publishing_uploads_what_others_need(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub cannot be reached here: a double stands in for its client."""
+    import huggingface_hub
+
+    uploaded: list[str] = []
+
+    class HubDouble:
+        def create_repo(self, repository: str, *, exist_ok: bool) -> str:
+            assert exist_ok
+            return f"https://hub.invalid/{repository}"
+
+        def upload_folder(
+            self, *, repo_id: str, folder_path: Path, allow_patterns: list[str]
+        ) -> None:
+            assert (repo_id, folder_path) == ("me/my-hmm", finished)
+            uploaded.extend(allow_patterns)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", HubDouble)
+    assert publish(finished, "me/my-hmm") == "https://hub.invalid/me/my-hmm"
+    assert all((finished / name).exists() for name in uploaded)
+    assert {"hmm.safetensors", "config.json", "README.md"} <= set(uploaded)
+
+
+def test_publishing_that_fails_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class HubDoubleThatIsDown:
+        def create_repo(self, *given: object, **named: object) -> str:
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", HubDoubleThatIsDown)
+    with pytest.raises(InvalidInputError, match=r"no route.*hf auth login"):
+        publish(finished, "me/my-hmm")

@@ -1,0 +1,76 @@
+"""Drawing through vLLM: the LM's own distribution, and each shard's own stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
+
+from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
+from foretrace.distill.run import distill
+from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.vllm_source import VLLMSource
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
+
+OPTIONS = {"max_model_len": 32, "max_num_seqs": 512, "enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def source(smollm2: Path) -> Iterator[VLLMSource]:
+    loaded = VLLMSource.load(
+        str(smollm2), end_of_text_token="<|endoftext|>", dtype="float32", **OPTIONS
+    )
+    yield loaded
+    loaded.close()
+
+
+def test_first_tokens_follow_the_lm(source: VLLMSource, smollm2: Path) -> None:
+    """Against the distribution that transformers gives: no top-k, top-p or penalty crept in.
+
+    In float32: in bfloat16 the two engines round differently, and their distributions differ.
+    """
+    lm = TransformersSource.load(str(smollm2), end_of_text_token="<|endoftext|>", dtype="float32")
+    with torch.inference_mode():
+        expected = torch.softmax(lm.model(torch.tensor([[0]])).logits[0, -1].double(), -1)
+    drawn = source.draw([[]] * 3000, 2, seed=0)[:, 0]
+    observed = torch.bincount(drawn, minlength=len(expected)).double()
+    often = expected * 3000 >= 8
+    assert (observed[~often].sum() / 3000 - expected[~often].sum()).abs() < 0.04
+    found = torch.cat([observed[often], observed[~often].sum()[None]])
+    wanted = torch.cat([expected[often], expected[~often].sum()[None]]) * 3000
+    assert chisquare(found, wanted / wanted.sum() * 3000).pvalue > 1e-4
+
+
+def test_seeds_decide(source: VLLMSource) -> None:
+    """A shard is the same whoever draws it, and no two shards or rows are."""
+    once, again, other = (source.draw([[]] * 64, 10, seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(once, again)
+    assert not (once[:, None] == other[None]).all(-1).any()
+    assert len(torch.unique(once, dim=0)) == 64
+
+
+def test_prefixes_are_kept_and_ends_are_ends(source: VLLMSource) -> None:
+    prefix = source.encode(["The capital of France is"])[0]
+    rows = source.draw([prefix, []] * 100, 24, seed=1)
+    assert (rows[::2, : len(prefix)] == torch.tensor(prefix)).all()
+    ended = (rows == 0).cumsum(1) > 0
+    assert (rows[ended] == 0).all()
+
+
+def test_the_whole_way_with_vllm(smollm2: Path, tmp_path: Path) -> None:
+    config = DistillConfig(
+        num_states=16,
+        sequences=256,
+        length=16,
+        latent=LatentConfig(places_per_state=64, iterations=3),
+        em=EMConfig(epochs=5, batch_size=64, held_out=64),
+    )
+    options = {**OPTIONS, "max_model_len": 17}
+    lm = LMConfig(engine="vllm", dtype="bfloat16", end_of_text="<|endoftext|>", options=options)
+    hmm = distill(str(smollm2), config, out=tmp_path, lm=lm)
+    facts = hmm.config.distillation
+    assert facts["held_out_log_likelihood"] > facts["unigram_log_likelihood"]
