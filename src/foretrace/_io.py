@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretrace.errors import InvalidFileError, InvalidInputError
+from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
 
 @contextmanager
@@ -204,10 +204,10 @@ def locate(source: str | os.PathLike[str], revision: str | None, patterns: Seque
     try:
         fetched = snapshot_download(str(source), revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidFileError(
             f"'{source}' is neither a local folder nor a hub repository that can be reached "
-            f"({reason[0]}). Check the spelling, the network, and `hf auth login` if it is private."
+            f"({reason(error)}). Check the spelling, the network, and `hf auth login` if it is "
+            f"private."
         ) from error
     return Path(fetched)
 
@@ -221,9 +221,8 @@ def publish(folder: Path, repository: str, patterns: Sequence[str]) -> str:
         address = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=list(patterns))
     except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
-            f"{folder} cannot be published as '{repository}' ({reason[0]}). It is whole on disk; "
-            f"check the network and `hf auth login`, and run the command again."
+            f"{folder} cannot be published as '{repository}' ({reason(error)}). It is whole on "
+            f"disk; check the network and `hf auth login`, and run the command again."
         ) from error
     return str(address)

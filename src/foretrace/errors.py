@@ -19,3 +19,8 @@ class InvalidFileError(ForetraceError):
 
 class TokenizerMismatchError(ForetraceError):
     """Two things that must share a tokenizer were made with different ones."""
+
+
+def reason(error: BaseException) -> str:
+    """Give the first line of what another library's error says, or at least its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,6 @@
 """`foretrace distill`: from a language model's name to an HMM."""
 
 import json
-import os
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
@@ -91,6 +90,7 @@ def distill(
 ) -> None:
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
     from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
+    from foretrace.distill.group import launched
     from foretrace.distill.run import distill as run
     from foretrace.distill.run import publish
 
@@ -116,7 +116,7 @@ def distill(
     if plan:
         _show_plan(model, config, lm, texts, out)
         return
-    leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started
+    leads = launched().leads
     with Bars(visible=leads) as bars:
         hmm = run(
             model, config, out=out, prompts=texts, lm=lm, observe=lambda told: bars.show(*told)

@@ -46,8 +46,6 @@ def em(
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
 ) -> None:
     """Train an HMM on a corpus by mini-batch EM; run it again to go on where it stopped."""
-    import torch
-
     from foretrace.distill import Corpus, EMConfig, train
     from foretrace.distill.group import joined
 
@@ -64,11 +62,10 @@ def em(
     place = choose_device(device)
     with joined(place) as group:
         opened = Corpus(corpus)
-        exact = torch.float64 if dtype is ProductDtype.float64 else torch.float32
         with Bars(visible=group.leads) as bars:
             screen = _Screen(bars, out if tensorboard and group.leads else None)
             trained = train(
-                _start(opened, states, start, seed).to(place, exact),
+                _start(opened, states, start, seed).to(place, config.sums),
                 opened,
                 config,
                 folder=out,

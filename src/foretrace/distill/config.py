@@ -4,12 +4,11 @@ from dataclasses import dataclass, field, replace
 
 from foretrace.distill.costs import Costs, costs
 from foretrace.distill.initialise import LatentConfig
-from foretrace.distill.sample import SamplingConfig
+from foretrace.distill.sample import SHARD_ROWS, SamplingConfig
 from foretrace.distill.settings import EMConfig
 from foretrace.errors import InvalidInputError
 
 STARTS = ("latent", "random")
-SHARD_ROWS = 4096
 MANY_SHARDS = 10_000
 
 

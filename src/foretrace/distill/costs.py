@@ -48,14 +48,18 @@ def costs(
 
 def require_disk(folder: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold; what the folder holds already is part of it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     held = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if free + held < needed:
         raise InvalidInputError(
             f"{folder} needs {gigabytes(needed)} on disk, but has {gigabytes(free + held)}. Free "
             f"some, choose another --out, or ask for fewer sequences or states."
         )
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Find the folder, or the closest one above it that is there already."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def gigabytes(count: float) -> str:

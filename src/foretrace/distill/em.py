@@ -65,7 +65,7 @@ class _Run:
         # What is in the folder may change while processes start: one looks, for all.
         self.split = group.agree(lambda: corpus.split(config.held_out))
         self.rows = sum(part.training for part in self.split)
-        self.per_epoch = -(-self.rows // config.batch_size)
+        self.per_epoch = config.steps_per_epoch(self.rows)
         self.total = self.per_epoch * config.epochs
         if config.pseudocount == 0 and self.per_epoch > 1:
             raise InvalidInputError(
@@ -79,11 +79,10 @@ class _Run:
             pseudocount=config.pseudocount / self.rows,
             eos_token_id=self.eos,
         )
-        wanted, sums = DTYPES[config.dtype], self.counts.initial.dtype
         self.expectation = Expectation(
             start.num_states,
             corpus.manifest.length,
-            sums if wanted.itemsize > sums.itemsize else wanted,  # never wider than the sums
+            DTYPES[config.dtype],
             self.counts.initial,
         )
         self.workspace = Workspace(self.counts.initial)

@@ -57,12 +57,12 @@ class BatchCounts(NamedTuple):
 class Expectation:
     """The E-step, with its working memory: made once, used for every batch.
 
-    Products run in `dtype`, sums in the dtype of the counts. Batches larger than the memory are
-    taken in parts.
+    Sums are held in the dtype of `like`, the counts. Products run in `dtype`, but never in a wider
+    one than the sums. Batches larger than the memory are taken in parts.
     """
 
     def __init__(self, states: int, length: int, dtype: torch.dtype, like: Tensor) -> None:
-        self.dtype = dtype
+        self.dtype = like.dtype if dtype.itemsize > like.dtype.itemsize else dtype
         self.width = max(1, BUFFER_ELEMENTS // (states * length))  # sequences at once
         self.stretch = min(STRETCH, length)
         self.moved = like.new_zeros(states, states)

@@ -61,10 +61,15 @@ class Group:
             dist.broadcast(tensor, src=0)
 
 
+def launched() -> Group:
+    """Tell which of torchrun's processes this is, joined or not: one of one without torchrun."""
+    return Group(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
 @contextmanager
 def joined(device: torch.device | str = "cpu") -> Iterator[Group]:
     """Join the processes that torchrun started, by NCCL on GPUs and gloo elsewhere."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if launched().size == 1 or dist.is_initialized():
         yield current()
         return
     # One process may write a large table while the others wait for it.

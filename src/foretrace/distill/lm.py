@@ -1,10 +1,10 @@
 """How to run the language model that an HMM is distilled from."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretrace.distill.group import launched
 from foretrace.distill.source import Source, both_know
 from foretrace.distill.transformers_source import TransformersSource
 from foretrace.distill.vllm_source import VLLMSource
@@ -37,7 +37,7 @@ class LMConfig:
         """Load the LM to draw rows of `length` tokens."""
         if self.engine == "transformers":
             return self.reader(name)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if launched().size > 1:
             raise InvalidInputError(
                 "vLLM spreads over GPUs by itself, not under torchrun. Let it sample first, by one "
                 "process or several with GPUs of their own (CUDA_VISIBLE_DEVICES); then run the "

@@ -14,7 +14,7 @@ from foretrace.distill import clusters
 from foretrace.distill.baselines import real_tokens
 from foretrace.distill.basis import Basis
 from foretrace.distill.config import DistillConfig
-from foretrace.distill.costs import Costs
+from foretrace.distill.costs import Costs, nearest_existing
 from foretrace.distill.counts import Counts
 from foretrace.distill.expectation import BatchCounts, Expectation
 from foretrace.distill.initialise import FILE_ROWS, vectors
@@ -140,7 +140,7 @@ def _em(rows: Tensor, config: DistillConfig, device: str) -> list[Stage]:
     fixed = max(0.0, short - few * each)
     em = config.em
     training = max(1, config.sequences - em.held_out)
-    steps = em.epochs * -(-training // em.batch_size)
+    steps = em.epochs * em.steps_per_epoch(training)
     measuring = em.evaluations * em.held_out * each * FORWARD_SHARE
     seconds = steps * fixed + em.epochs * training * each + measuring
     return [Stage("train by EM", seconds, f"{steps:,} steps")]
@@ -150,12 +150,10 @@ class _Step:
     """A step of EM on a random HMM that knows only the tokens that occur: others cost nothing."""
 
     def __init__(self, config: DistillConfig, vocab_size: int, device: str) -> None:
-        dtype = DTYPES[config.em.dtype]
         hmm = HMM.random(config.num_states, max(2, vocab_size), device=device)
         self.counts = Counts.from_hmm(hmm, config.length, pseudocount=1e-9, eos_token_id=None)
-        narrow = dtype if dtype.itemsize <= 4 else torch.float32
         self.expectation = Expectation(
-            config.num_states, config.length, narrow, self.counts.initial
+            config.num_states, config.length, DTYPES[config.em.dtype], self.counts.initial
         )
         self.workspace = Workspace(self.counts.initial)
 
@@ -169,9 +167,8 @@ class _Step:
 
 def _writing(folder: Path, found: Costs) -> Stage:
     """Time the disk with a small file."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     content = {"content": torch.zeros(WRITTEN_ELEMENTS)}
-    with TemporaryDirectory(dir=existing) as scratch:
+    with TemporaryDirectory(dir=nearest_existing(folder)) as scratch:
         seconds = _seconds(lambda: _io.write_tensors(Path(scratch) / "timed", content, {}))
     whole = TABLES_WRITTEN * found.table + found.hidden + found.corpus
     return Stage("write", seconds * whole / content["content"].nbytes, "to disk")

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from foretrace import _io
 from foretrace.distill import card
@@ -91,9 +91,10 @@ class _Distillation:
             if self.config.start == "latent":
                 require_faiss()  # better now than after days of sampling
             corpus = self._sample()
-            start = self._start(corpus)
+            split = corpus.split(self.config.em.held_out)
+            start = self._start(corpus, split)
             with joined(self.lm.device) as group:
-                self._train_once(corpus, start, group)
+                self._train_once(corpus, split, start, group)
         hmm = HMM.from_pretrained(self.out)
         self._require_same(hmm, self.out, asdict(self.config))
         return hmm
@@ -107,12 +108,7 @@ class _Distillation:
         for settings in (found, expected):
             em = settings.pop("em", {})
             settings |= {f"em.{key}": value for key, value in em.items() if key not in FREE}
-        differing = sorted(key for key in expected if expected[key] != found.get(key))
-        if differing:
-            raise InvalidFileError(
-                f"{folder} was made with other settings: {', '.join(differing)} differ. Use the "
-                f"same, or another --out, or remove it to make it again."
-            )
+        _require_equal(folder, "made", found, expected)
 
     def _sample(self) -> Corpus:
         """Draw the corpus, unless it is whole."""
@@ -140,18 +136,12 @@ class _Distillation:
         wanted |= {"length": self.config.length, "model": public_name(self.model)}
         manifest = corpus.manifest
         found = {**manifest.sampling, "length": manifest.length, "model": manifest.source_model}
-        differing = sorted(key for key in wanted if wanted[key] != found.get(key))
-        if differing:
-            raise InvalidFileError(
-                f"{corpus.folder} was drawn with other settings: {', '.join(differing)} differ. "
-                f"Use the same, or another --out, or remove it to draw it again."
-            )
+        _require_equal(corpus.folder, "drawn", found, wanted)
 
-    def _start(self, corpus: Corpus) -> Path:
+    def _start(self, corpus: Corpus, split: list[Split]) -> Path:
         """Make the HMM that EM starts from, unless it is there; give its folder."""
         folder = self.work / "start"
         settings = {key: asdict(self.config)[key] for key in ("num_states", "start", "latent")}
-        split = corpus.split(self.config.em.held_out)
         latents = None
         if self.config.start == "latent":
             config = self.config.latent
@@ -193,25 +183,24 @@ class _Distillation:
     def _teller(self, stage: str, unit: str) -> Callable[[int, int], None]:
         return lambda done, total: self.observe(Advance(stage, done, total, unit))
 
-    def _train_once(self, corpus: Corpus, start: Path, group: Group) -> None:
+    def _train_once(self, corpus: Corpus, split: list[Split], start: Path, group: Group) -> None:
         """Train, or wait for whoever does; processes of torchrun train as one."""
         while not group.agree(self.result.exists):
             with claimed(self.result) if group.leads else nullcontext(False) as mine:
                 if group.agree(lambda mine=mine: mine):  # type: ignore[misc]
-                    self._train(corpus, start, group)
+                    self._train(corpus, split, start, group)
                     continue
             time.sleep(LOOK_SECONDS)
 
-    def _train(self, corpus: Corpus, start: Path, group: Group) -> None:
-        sums = torch.float64 if self.config.em.dtype == "float64" else torch.float32
+    def _train(self, corpus: Corpus, split: list[Split], start: Path, group: Group) -> None:
         hmm = train(
-            HMM.from_pretrained(start).to(self.lm.device, sums),
+            HMM.from_pretrained(start).to(self.lm.device, self.config.em.sums),
             corpus,
             self.config.em,
             folder=self.work / "em",
             observe=self._tell_step,
         )
-        group.agree(lambda: self._publish(hmm, corpus))  # one writes, all wait
+        group.agree(lambda: self._publish(hmm, corpus.held_out(split)))  # one writes, all wait
 
     def _tell_step(self, progress: Progress) -> None:
         note = f"{progress.log_likelihood:.4f} nats/token"
@@ -219,9 +208,8 @@ class _Distillation:
             note += f", held-out {progress.held_out:.4f}"
         self.observe(Advance("EM", progress.step, progress.steps, "steps", note))
 
-    def _publish(self, hmm: HMM, corpus: Corpus) -> None:
+    def _publish(self, hmm: HMM, held_out: Tensor) -> None:
         """Write what others may read: card, curve and metrics first, the HMM last."""
-        held_out = corpus.held_out(corpus.split(self.config.em.held_out))
         gain = memory_gain(hmm, held_out)
         facts: dict[str, Any] = {"settings": asdict(self.config)}
         if gain:
@@ -238,6 +226,18 @@ def _with_facts(hmm: HMM, facts: Mapping[str, Any]) -> HMM:
     """Say in an HMM's config how it was made."""
     config = replace(hmm.config, distillation={**hmm.config.distillation, **facts})
     return HMM(hmm.initial, hmm.transition, hmm.emission, config)
+
+
+def _require_equal(
+    folder: Path, how: str, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
+    """Refuse a folder if any of the wanted settings is another there."""
+    differing = sorted(key for key in wanted if wanted[key] != found.get(key))
+    if differing:
+        raise InvalidFileError(
+            f"{folder} was {how} with other settings: {', '.join(differing)} differ. Use the same, "
+            f"or another --out, or remove it: it is then {how} again."
+        )
 
 
 def _digest(split: list[Split], seed: int) -> str:

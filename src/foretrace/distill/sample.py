@@ -12,6 +12,8 @@ from foretrace.distill.corpus import Corpus, Manifest
 from foretrace.distill.source import Source
 from foretrace.errors import InvalidInputError
 
+SHARD_ROWS = 4096
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -22,7 +24,7 @@ class SamplingConfig:
     """Tokens in a row, a prompt's included."""
     prompted: float = 0.5
     """Share of the rows that continue a prompt, if there are prompts; the others begin a text."""
-    shard_rows: int = 4096
+    shard_rows: int = SHARD_ROWS
     """Rows in a shard: what a worker claims at once, and what a crash loses at most."""
     seed: int = 0
 

@@ -50,6 +50,15 @@ class EMConfig:
                 f"they are {self.pseudocount} and {self.dtype}."
             )
 
+    @property
+    def sums(self) -> torch.dtype:
+        """What tables and sums are held in."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def steps_per_epoch(self, rows: int) -> int:
+        """How many batches that many training rows make."""
+        return -(-rows // self.batch_size)
+
     def step_size(self, fraction: float) -> float:
         """Give the step size after a fraction of the run."""
         return self.first_step + (self.last_step - self.first_step) * fraction

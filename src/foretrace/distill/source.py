@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from foretrace.errors import InvalidInputError
+from foretrace.errors import InvalidInputError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,9 +86,8 @@ def load_both(
     try:
         return tokenizers.from_pretrained(name, **both_know(options)), load_model(**options)
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
-            f"The model '{name}' cannot be loaded ({reason[0]}). Give the folder or the hub id of "
-            f"a causal language model; check the spelling, the network, the dtype and options of "
-            f"the engine, and that the device has room for it."
+            f"The model '{name}' cannot be loaded ({reason(error)}). Give the folder or the hub id "
+            f"of a causal language model; check the spelling, the network, the dtype and options "
+            f"of the engine, and that the device has room for it."
         ) from error
