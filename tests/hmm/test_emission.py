@@ -139,3 +139,10 @@ def test_a_broken_sparse_table_is_refused(change: dict[str, torch.Tensor], compl
     SparseEmission(**sound)
     with pytest.raises(InvalidModelError, match=complaint):
         SparseEmission(**(sound | change))
+
+
+def test_one_state_alone_can_speak(operator: Emission) -> None:
+    """All draws from one state: its own distribution, whatever the others are."""
+    drawn = operator.sample(torch.full((20_000,), 2), torch.Generator().manual_seed(0))
+    found = torch.bincount(drawn, minlength=VOCAB) / len(drawn)
+    assert (found - operator.rows(torch.arange(VOCAB))[:, 2]).abs().max() < 0.02

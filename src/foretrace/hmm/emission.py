@@ -116,7 +116,7 @@ class DenseEmission:
         for first in range(0, len(distinct), width):
             group = distinct[first : first + width]
             cumulative = self.table[:, group].T.to(torch.float64).cumsum(-1)  # (group, V)
-            cumulative /= cumulative[:, -1:]
+            cumulative = cumulative / cumulative[:, -1:]  # a copy: it reads itself
             chosen = (owner >= first) & (owner < first + width)
             position = owner[chosen] - first
             # All states' curves as one: the curve of state i climbs from i to i + 1.
