@@ -109,7 +109,7 @@ def _compare(
 ) -> None:
     """Take turns; the best of each, since noise only ever slows."""
     rates: dict[str, list[float]] = {"bare": [], "ours": []}
-    for turn in range(2 if given.quick else 5):
+    for turn in range(2 if given.quick else 4):
         for which, draw in (("bare", bare), ("ours", ours)):
             began = perf_counter()
             tokens = draw()

@@ -52,7 +52,7 @@ def cells(given: Options, shards: int) -> Iterator[Cell]:
     for start in ("random", "latent"):
         yield Cell(large, start, shards)
     for part in (8, 3):
-        yield Cell(middle, "latent", max(1, shards // part))
+        yield Cell(middle, "latent", max(2, shards // part))
 
 
 def main() -> None:
