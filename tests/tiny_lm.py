@@ -2,25 +2,37 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(63))]
 
 
-def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
-    """Write model and tokenizer as transformers would load them from a hub."""
-    import torch
+def word_tokenizer(
+    vocabulary: Sequence[str] = WORDS, **options: object
+) -> "PreTrainedTokenizerFast":
+    """Make a tokenizer of words between spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(
         WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="w0")
     )
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=words, eos_token=WORDS[0]
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words, eos_token=WORDS[0], **options
     )
+
+
+def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
+    """Write model and tokenizer as transformers would load them from a hub."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=32,
@@ -34,5 +46,5 @@ def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)  # next tokens differ in likelihood
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    word_tokenizer(vocabulary).save_pretrained(folder)
     return folder

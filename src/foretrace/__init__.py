@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from foretrace.attribute import Attribute, AttributeStore, FitConfig, LogitAffine, parse
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
     from foretrace.errors import ForetraceError
@@ -14,16 +15,26 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "HMM",
+    "Attribute",
+    "AttributeStore",
     "DistillConfig",
+    "FitConfig",
     "ForetraceError",
     "HMMConfig",
+    "LogitAffine",
     "__version__",
     "distill",
     "fingerprint",
+    "parse",
 ]
 
 # Names are imported on first use, so that `import foretrace` costs milliseconds, not torch.
 _HOMES = {
+    "Attribute": "foretrace.attribute",
+    "AttributeStore": "foretrace.attribute",
+    "FitConfig": "foretrace.attribute",
+    "LogitAffine": "foretrace.attribute",
+    "parse": "foretrace.attribute",
     "HMM": "foretrace.hmm",
     "HMMConfig": "foretrace.hmm",
     "DistillConfig": "foretrace.distill.config",

@@ -56,11 +56,11 @@ def checksum(tensor: Tensor) -> int:
     return found
 
 
-def append_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add one JSON object to a file of JSON lines."""
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add JSON objects to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+        file.write(_lines(rows))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -79,8 +79,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines anew."""
     with written_aside(path) as scratch:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        scratch.write_text(text, "utf-8")
+        scratch.write_text(_lines(rows), "utf-8")
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

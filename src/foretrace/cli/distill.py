@@ -57,7 +57,7 @@ def distill(
     ] = 10_000_000,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts to continue: lines, or JSON Lines; .xz, .gz.")
+        Path | None, typer.Option(help="Prompts to continue: .txt, .jsonl, .csv; also .xz, .gz.")
     ] = None,
     prompted: Annotated[float, typer.Option(help="Share that continues a prompt.")] = 0.5,
     engine: Annotated[Engine, typer.Option(help="What draws.")] = Engine.transformers,
@@ -128,31 +128,12 @@ def distill(
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read prompts: a line each, or JSON objects with a `prompt` or `text`; .xz and .gz too."""
-    import gzip
-    import lzma
+    """Read prompts: the column `prompt` of a table, or `text`; plain lines (.txt) are texts."""
+    from foretrace import _tables
 
-    from foretrace.errors import InvalidFileError
-
-    opened: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
-    try:
-        with opened.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            lines = [line.rstrip("\n") for line in file if line.strip()]
-        rows = [json.loads(line) for line in lines] if ".jsonl" in path.suffixes else lines
-        found = [
-            row if isinstance(row, str) else row.get("prompt", row.get("text")) for row in rows
-        ]
-    except (OSError, ValueError, AttributeError, lzma.LZMAError) as error:
-        raise InvalidFileError(
-            f"{path} cannot be read ({error}). Give a text file with a prompt on every line, or "
-            f"JSON Lines (.jsonl) with a field `prompt` or `text`."
-        ) from error
-    if not found or not all(isinstance(prompt, str) for prompt in found):
-        raise InvalidFileError(
-            f"{path} has no prompts, or rows without one. JSON Lines need a field `prompt` or "
-            f"`text` in every row."
-        )
-    return found
+    rows = _tables.read_rows(path)
+    name = "prompt" if rows and "prompt" in rows[0] else "text"
+    return _tables.texts(rows, name, path)
 
 
 def _options(text: str) -> dict[str, Any]:

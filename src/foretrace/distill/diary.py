@@ -58,7 +58,7 @@ class Diary:
 
     def record(self, progress: Mapping[str, Any]) -> None:
         """Add one step's figures."""
-        _io.append_line(self.metrics, progress)
+        _io.append_lines(self.metrics, [progress])
 
     def save(self, step: int, tensors: Mapping[str, Tensor], *, now: bool) -> None:
         """Write a checkpoint if it is time to, or `now`."""

@@ -1,0 +1,251 @@
+"""Attributes on real data: time to fit, how well they rank, and what a store of them takes.
+
+Set FORETRACE_DATA to a folder with `detox`, `roles` and `politics` (JSON Lines under xz), as the
+page of results describes them. With --quick, the mixture and the TF-IDF yardsticks are left out.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import roc_auc_score
+
+from foretrace import Attribute, AttributeStore, FitConfig, _tables
+from foretrace.attribute import Windows, tokenize
+from foretrace.attribute.counts import Texts, token_counts
+from foretrace.vocabulary import fingerprint
+from harness import Report, options
+from smollm2 import find_smollm2
+
+STORED = 1000
+Rows = list[dict[str, Any]]
+
+
+class Data:
+    """The files, tokenized for SmolLM2."""
+
+    def __init__(self) -> None:
+        from transformers import AutoTokenizer
+
+        self.folder = Path(os.environ["FORETRACE_DATA"])
+        self.tokenizer = AutoTokenizer.from_pretrained(find_smollm2())
+        self.vocab_size = len(self.tokenizer)
+        self.fingerprint = fingerprint(self.tokenizer.get_vocab())
+
+    def rows(self, name: str) -> Rows:
+        """Read one file."""
+        return _tables.read_rows(self.folder / f"{name}.jsonl.xz")
+
+    def windows(self, texts: list[str]) -> Windows:
+        """Tokenize texts as they are fitted."""
+        return tokenize(texts, self.tokenizer)
+
+    def fit(self, texts: list[str], scores: list[float], config: FitConfig) -> Attribute:
+        """Fit an attribute."""
+        windows = self.windows(texts)
+        return self.fit_windows(windows, scores, config)
+
+    def fit_windows(
+        self,
+        windows: Windows,
+        scores: list[float],
+        config: FitConfig,
+        validation: tuple[Texts, list[float]] | None = None,
+    ) -> Attribute:
+        """Fit an attribute to what is tokenized already."""
+        return Attribute.fit(
+            windows.token_ids,
+            [scores[text] for text in windows.texts],
+            vocab_size=self.vocab_size,
+            groups=windows.texts,
+            config=config,
+            validation=validation,
+            tokenizer_fingerprint=self.fingerprint,
+        )
+
+    def probabilities(self, attribute: Attribute, windows: Windows) -> NDArray[np.float64]:
+        """Give each text the mean probability of its windows."""
+        found = attribute.probability(windows.token_ids).numpy()
+        return np.bincount(windows.texts, found) / np.bincount(windows.texts)
+
+
+def main() -> None:
+    """Measure all."""
+    given = options(__doc__)
+    report = Report("Attributes on real data, for SmolLM2's tokenizer")
+    data = Data()
+    nontoxic = _detoxification(data, report, quick=given.quick)
+    _roles(data, report, quick=given.quick)
+    _politics(data, report)
+    _store(nontoxic, report)
+    report.publish(given.json)
+
+
+def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
+    train, test = data.rows("detox/train"), data.rows("detox/validation")
+    texts, scores = [row["text"] for row in train], [1 - row["toxicity"] for row in train]
+    windows, held_out = data.windows(texts), data.windows([row["text"] for row in test])
+    nontoxic = np.array([row["toxicity"] <= 0.5 for row in test])
+    fitted, ranks = {}, {}
+    configs = {
+        "log-MSE": FitConfig(objective="log-mse"),
+        "cross-entropy": FitConfig(),
+        "mixture of 4": FitConfig(terms=4),
+    }
+    validation = held_out.token_ids, [1 - test[text]["toxicity"] for text in held_out.texts]
+    data.fit_windows(windows, scores, configs["log-MSE"], validation)  # imports scikit-learn
+    for name, config in list(configs.items())[: 2 if quick else 3]:
+        start = perf_counter()
+        fitted[name] = data.fit_windows(windows, scores, config, validation)
+        taken = perf_counter() - start
+        goal = {"log-MSE": 1.0, "cross-entropy": 3.0}.get(name)
+        report.add(f"nontoxic, {name}: time to fit", taken, "s", at_most=goal)
+        ranks[name] = roc_auc_score(nontoxic, data.probabilities(fitted[name], held_out))
+        least = {"cross-entropy": 0.92, "mixture of 4": ranks.get("cross-entropy")}.get(name)
+        report.add(f"nontoxic, {name}: AUC", ranks[name], "", at_least=least)
+        facts = fitted[name].config.fit
+        report.add(f"nontoxic, {name}: tokens with weight", facts["tokens_with_weight"], "")
+    _linear_yardsticks(data, report, train, test, nontoxic, quick=quick)
+    return fitted["cross-entropy"]
+
+
+def _linear_yardsticks(
+    data: Data,
+    report: Report,
+    train: Rows,
+    test: Rows,
+    nontoxic: NDArray[np.bool_],
+    *,
+    quick: bool,
+) -> None:
+    """Say what linear models reach that no HMM can sum over: with a bias, and either sign."""
+    toxicity = np.array([row["toxicity"] for row in train])
+    texts, others = [row["text"] for row in train], [row["text"] for row in test]
+    windows = data.windows(texts)
+    counts = token_counts(windows.token_ids, data.vocab_size)
+    logistic = LogisticRegression(solver="liblinear").fit(counts, toxicity[windows.texts] <= 0.5)
+    held_out = token_counts(data.windows(others).token_ids, data.vocab_size)  # one window each
+    rank = roc_auc_score(nontoxic, logistic.decision_function(held_out))
+    report.add("nontoxic, logistic regression on the same counts: AUC", rank, "")
+    if quick:
+        return
+    pieces = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True, min_df=3)
+    ridge = Ridge(alpha=1.0).fit(pieces.fit_transform(texts), toxicity)
+    rank = roc_auc_score(nontoxic, -ridge.predict(pieces.transform(others)))
+    report.add("nontoxic, ridge on TF-IDF of pieces of words: AUC", rank, "")
+
+
+def _roles(data: Data, report: Report, *, quick: bool) -> None:
+    rows = data.rows("roles/rolebench")
+    train, test = ([row for row in rows if row["split"] == part] for part in ("train", "test"))
+    windows = data.windows([row["answer"] for row in train])
+    labels = [train[text]["role"] for text in windows.texts]
+    answers = data.windows([row["answer"] for row in test])
+    right = np.array([row["role"] for row in test])
+
+    def first(config: FitConfig) -> float:
+        """Fit all roles, and count the answers that get most from the right one."""
+        fitted = list(
+            Attribute.fit_each(
+                windows.token_ids,
+                labels,
+                vocab_size=data.vocab_size,
+                config=config,
+                validation=(answers.token_ids, [right[text] for text in answers.texts]),
+            )
+        )
+        table = np.stack([data.probabilities(attribute, answers) for attribute in fitted])
+        names = np.array([attribute.name for attribute in fitted])
+        return float((names[table.argmax(0)] == right).mean())
+
+    start = perf_counter()
+    rate = first(FitConfig(by_absence=True))
+    taken, roles = perf_counter() - start, len(set(labels))
+    report.add(f"{roles} roles: time to fit all, and to rank", taken, "s", at_most=20)
+    report.add("roles: right one first", rate, "of answers")
+    report.add("roles: chance", 1 / roles, "of answers")
+    if not quick:
+        report.add("roles: right one first, not by absence", first(FitConfig()), "of answers")
+        near = _nearest_centroid(train, [row["answer"] for row in test])
+        report.add("roles: nearest TF-IDF centroid", float((near == right).mean()), "of answers")
+
+
+def _nearest_centroid(train: Rows, answers: list[str]) -> NDArray[np.str_]:
+    words = TfidfVectorizer(sublinear_tf=True)
+    vectors = words.fit_transform([row["answer"] for row in train])
+    roles = np.array([row["role"] for row in train])
+    names = np.unique(roles)
+    centroids = np.stack([np.asarray(vectors[roles == name].mean(0)).ravel() for name in names])
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    return np.asarray(names[(words.transform(answers) @ centroids.T).argmax(1)])
+
+
+def _politics(data: Data, report: Report) -> None:
+    train, test = data.rows("politics/train"), data.rows("politics/test")
+    articles = data.rows("politics/bbc_transfer")
+    texts = [f"{row['headline']}. {row['description']}" for row in train]
+    scores = [float(row["category"] == "POLITICS") for row in train]
+    political = data.fit(texts, scores, FitConfig(by_absence=True))
+    later = data.windows([f"{row['headline']}. {row['description']}" for row in test])
+    truth = [row["category"] == "POLITICS" for row in test]
+    rank = roc_auc_score(truth, data.probabilities(political, later))
+    report.add("political, later headlines: AUC", rank, "")
+    others = data.windows([row["text"] for row in articles])
+    truth = [row["topic"] == "politics" for row in articles]
+    rank = roc_auc_score(truth, data.probabilities(political, others))
+    report.add("political, BBC articles: AUC", rank, "")
+
+
+def _store(attribute: Attribute, report: Report) -> None:
+    """Store copies of one attribute under many names, and hold them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = AttributeStore(folder)
+        for number in range(STORED):
+            attribute.save(store.path(f"user {number}"))
+        times = []
+        for number in range(100):
+            start = perf_counter()
+            _ = store[f"user {number * 7}"]
+            times.append(perf_counter() - start)
+        size = store.path("user 0").stat().st_size
+        grown = _bytes_to_hold_all(folder)
+    report.add("store: load one by name, median", 1e3 * float(np.median(times)), "ms", at_most=5)
+    report.add(f"store: {STORED} in memory", grown / 1e6, "MB", at_most=200)
+    report.add("store: file of one", size / 1e3, "kB")
+    report.add("store: a million in memory, by this", 1e6 * grown / STORED / 1e9, "GB")
+    report.add("store: a million on disk, by this", 1e6 * size / 1e9, "GB")
+
+
+HOLD_ALL = """
+import os, sys
+from foretrace import AttributeStore
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+store = AttributeStore(sys.argv[1])
+held = [store[next(iter(store))]]  # what is imported on the way does not count
+before = resident()
+held += [store[name] for name in store]
+print(resident() - before)
+"""
+
+
+def _bytes_to_hold_all(folder: str) -> int:
+    """Load a whole store in a fresh process (Linux), where no freed memory is used again."""
+    command = [sys.executable, "-c", HOLD_ALL, folder]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+if __name__ == "__main__":
+    main()

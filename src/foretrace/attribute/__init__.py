@@ -1,0 +1,22 @@
+"""Attributes: token-weight classifiers, fitted in a second and composed exactly."""
+
+from foretrace.attribute.attribute import Attribute, TokenEffect
+from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.expression import Expression, parse
+from foretrace.attribute.fit import FitConfig
+from foretrace.attribute.store import AttributeStore
+from foretrace.attribute.text import Windows, tokenize
+from foretrace.attribute.transform import LogitAffine
+
+__all__ = [
+    "Attribute",
+    "AttributeConfig",
+    "AttributeStore",
+    "Expression",
+    "FitConfig",
+    "LogitAffine",
+    "TokenEffect",
+    "Windows",
+    "parse",
+    "tokenize",
+]

@@ -1,0 +1,147 @@
+"""Goals as text: names joined by `~`, `&`, `|` and parentheses, as in Python."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, Self, TypeVar
+
+from foretrace.errors import InvalidInputError
+
+TOKEN = re.compile(r'\s*(?:(?P<name>[^\W\d][\w.-]*)|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))')
+LONGEST = 10_000  # characters: more than anybody writes, and soon parsed
+
+
+class Sign(StrEnum):
+    """What combines attributes; later ones bind closer."""
+
+    OR = "|"
+    AND = "&"
+    NOT = "~"
+
+    @property
+    def precedence(self) -> int:
+        """The greater, the closer it binds."""
+        return list(Sign).index(self)
+
+
+class Operand(Protocol):
+    """What can be combined: attributes, or anything else that knows the three signs."""
+
+    def __and__(self, other: Self) -> Self:
+        """Both."""
+
+    def __or__(self, other: Self) -> Self:
+        """Either."""
+
+    def __invert__(self) -> Self:
+        """Not."""
+
+
+Kind = TypeVar("Kind", bound=Operand)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed expression: names and signs in postfix order."""
+
+    steps: tuple[str | Sign, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that occur, each once, in order."""
+        return tuple(dict.fromkeys(step for step in self.steps if not isinstance(step, Sign)))
+
+    def build(self, attributes: Mapping[str, Kind]) -> Kind:
+        """Combine the attributes of these names."""
+        missing = [name for name in self.names if name not in attributes]
+        if missing:
+            raise InvalidInputError(
+                f"There is no attribute called {', '.join(missing)}. Check the spelling, or fit it."
+            )
+        known = {name: attributes[name] for name in self.names}
+        stack: list[Kind] = []
+        for step in self.steps:
+            if step is Sign.NOT:
+                stack.append(~stack.pop())
+            elif isinstance(step, Sign):
+                right, left = stack.pop(), stack.pop()
+                stack.append(left & right if step is Sign.AND else left | right)
+            else:
+                stack.append(known[step])
+        return stack[0]
+
+
+def parse(text: str) -> Expression:
+    """Parse an expression; `~` binds closest, then `&`, then `|`.
+
+    Names are words (`nontoxic`, `user-17`), or stand in double quotes (`"Twilight Sparkle"`).
+    """
+    return _Parser(text).whole()
+
+
+class _Parser:
+    """Shunting-yard: signs wait until what binds closer is done. No recursion, so no depth."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LONGEST:
+            raise InvalidInputError(f"An expression may have {LONGEST:,} characters at most.")
+        self.text = text
+        self.steps: list[str | Sign] = []
+        self.waiting: list[Sign | None] = []  # None is an open parenthesis
+        self.wants_operand = True
+
+    def whole(self) -> Expression:
+        """Read everything."""
+        place = 0
+        end = len(self.text.rstrip())
+        while place < end:
+            found = TOKEN.match(self.text, place)
+            if found is None:
+                rest = self.text[place:].lstrip()
+                raise self._malformed(f"'{rest[0]}' is not understood")
+            place = found.end()
+            if found["sign"]:
+                self._take_sign(found["sign"])
+            else:
+                self._expect(found[0].strip(), operand=True)
+                self.steps.append(found["name"] or found["quoted"])
+                self.wants_operand = False
+        if self.wants_operand:
+            raise self._malformed("it ends where a name was expected")
+        self._release(-1)
+        if self.waiting:
+            raise self._malformed("a parenthesis is not closed")
+        return Expression(tuple(self.steps))
+
+    def _take_sign(self, sign: str) -> None:
+        self._expect(sign, operand=sign in "~(")
+        if sign == "(":
+            self.waiting.append(None)
+        elif sign == ")":
+            self._release(-1)
+            if not self.waiting:
+                raise self._malformed("a parenthesis is closed that was not opened")
+            self.waiting.pop()
+        else:
+            read = Sign(sign)
+            if read is not Sign.NOT:
+                self._release(read.precedence)
+                self.wants_operand = True
+            self.waiting.append(read)
+
+    def _expect(self, token: str, *, operand: bool) -> None:
+        if operand != self.wants_operand:
+            raise self._malformed(f"'{token}' stands where it cannot")
+
+    def _release(self, precedence: int) -> None:
+        """Let the signs go that bind at least as close, up to an open parenthesis."""
+        while self.waiting and (last := self.waiting[-1]) and last.precedence >= precedence:
+            self.steps.append(last)
+            self.waiting.pop()
+
+    def _malformed(self, why: str) -> InvalidInputError:
+        return InvalidInputError(
+            f"'{self.text}' is not an expression: {why}. Write names joined by & and |, with ~ "
+            f"for not: nontoxic & ~(political | rude)."
+        )

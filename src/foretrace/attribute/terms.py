@@ -1,0 +1,131 @@
+"""Signed sums of products of token weights: the algebra that attributes live in.
+
+p(x) = sum over k of c_k times the product over i of w_k(x_i). Only tokens with a weight below 1 in
+some term are kept, and weights as logarithms: products become sums.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from foretrace.errors import InvalidInputError
+
+MOST_TERMS = 1024  # every term costs its own table and its own share of a decoding step
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """K products over the M tokens that matter to any of them."""
+
+    coefficients: Tensor  # (K,) float64
+    tokens: Tensor  # (M,) int32, rising
+    log_weights: Tensor  # (K, M), at most 0
+
+    def __post_init__(self) -> None:
+        shape = (len(self.coefficients), len(self.tokens))
+        ordered = bool((self.tokens[1:] > self.tokens[:-1]).all())
+        if self.log_weights.shape != shape or not ordered or bool((self.tokens < 0).any()):
+            raise InvalidInputError(
+                "An attribute needs its tokens once each, in rising order, and for each of its "
+                "terms a log-weight for each of its tokens."
+            )
+        if not bool((self.log_weights <= 0).all()) or not bool(self.coefficients.isfinite().all()):
+            raise InvalidInputError("Weights must be in [0, 1], and coefficients finite numbers.")
+
+    @classmethod
+    def one(cls) -> Self:
+        """Give the empty product: 1, whatever the text."""
+        ones = torch.ones(1, dtype=torch.float64)
+        return cls(ones, torch.zeros(0, dtype=torch.int32), torch.zeros(1, 0))
+
+    def __len__(self) -> int:
+        return len(self.coefficients)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.coefficients.nbytes + self.tokens.nbytes + self.log_weights.nbytes
+
+    def negated(self) -> Self:
+        """Give 1 - p."""
+        return self.one()._plus(self, -1.0)
+
+    def times(self, other: Self) -> Self:
+        """Give p * q: every term with every other."""
+        _require_few(len(self) * len(other))
+        tokens, ours, theirs = self._aligned(other)
+        product = (ours[:, None] + theirs[None]).flatten(0, 1)
+        coefficients = (self.coefficients[:, None] * other.coefficients).flatten()
+        return self._merged(coefficients, tokens, product)
+
+    def either(self, other: Self) -> Self:
+        """Give p + q - p * q."""
+        _require_few(len(self) + len(other) + len(self) * len(other))
+        return self._plus(other)._plus(self.times(other), -1.0)
+
+    def _plus(self, other: Self, factor: float = 1.0) -> Self:
+        tokens, ours, theirs = self._aligned(other)
+        coefficients = torch.cat([self.coefficients, factor * other.coefficients])
+        return self._merged(coefficients, tokens, torch.cat([ours, theirs]))
+
+    def _aligned(self, other: Self) -> tuple[Tensor, Tensor, Tensor]:
+        """Spread the log-weights of both over the tokens of either, in float64.
+
+        Sums of a few float32, as fitted ones are, are exact in float64: (a & b) & c and a & (b & c)
+        are equal terms.
+        """
+        tokens = torch.unique(torch.cat([self.tokens, other.tokens]))
+        return tokens, self._over(tokens), other._over(tokens)
+
+    def _over(self, tokens: Tensor) -> Tensor:
+        spread = torch.zeros(len(self), len(tokens), dtype=torch.float64)
+        spread[:, torch.searchsorted(tokens, self.tokens)] = self.log_weights.double()
+        return spread
+
+    @classmethod
+    def _merged(cls, coefficients: Tensor, tokens: Tensor, log_weights: Tensor) -> Self:
+        """Add up equal products; leave out what cancels, and tokens that no longer matter."""
+        log_weights = log_weights + 0.0  # -0.0 becomes 0.0: they are equal, but not their bytes
+        first: dict[bytes, int] = {}
+        sums = torch.zeros_like(coefficients)
+        for row, weights in enumerate(log_weights):
+            sums[first.setdefault(weights.numpy().tobytes(), row)] += coefficients[row]
+        kept = sums.nonzero()[:, 0]
+        matter = (log_weights[kept] != 0).any(0)
+        return cls(sums[kept], tokens[matter], log_weights[kept][:, matter])
+
+    def sums(self, tokens: Tensor, texts: Tensor, count: int) -> Tensor:
+        """Add up log-weights: (N,) ids, and of which of the `count` texts each is -> (count, K)."""
+        sums = torch.zeros(count, len(self), dtype=torch.float64)
+        if not len(self.tokens):
+            return sums
+        place = torch.searchsorted(self.tokens, tokens.to(self.tokens.dtype))
+        place.clamp_(max=len(self.tokens) - 1)
+        weighted = self.tokens[place] == tokens
+        place, texts = place[weighted], texts[weighted]
+        for term, weights in enumerate(self.log_weights):  # one by one: there may be a thousand
+            sums[:, term].index_add_(0, texts, weights[place].double())
+        return sums
+
+    def probability(self, sums: Tensor) -> Tensor:
+        """Combine (..., K) sums of log-weights into p, in [0, 1]: float64.
+
+        The largest product is taken out, and the others are counted as differences from it: 1 - w
+        is right to the last digit when w is almost 1, and w when it is almost 0.
+        """
+        if not len(self):
+            return torch.zeros(sums.shape[:-1], dtype=torch.float64)
+        sums = sums.double()
+        largest = sums.max(-1, keepdim=True).values.clamp_min(-1e300)
+        rest = (self.coefficients * torch.expm1(sums - largest)).sum(-1)
+        return (largest[..., 0].exp() * (self.coefficients.sum() + rest)).clamp(0.0, 1.0)
+
+
+def _require_few(terms: int) -> None:
+    if terms > MOST_TERMS:
+        raise InvalidInputError(
+            f"The expression has up to {terms:,} terms, and {MOST_TERMS:,} is the most. Use fewer "
+            f"attributes in one expression, or attributes of fewer terms."
+        )

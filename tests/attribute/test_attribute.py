@@ -1,0 +1,193 @@
+"""The algebra of attributes, against enumeration."""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foretrace.attribute import Attribute
+from foretrace.attribute.terms import Terms
+from foretrace.errors import InvalidInputError, TokenizerMismatchError
+
+VOCAB, LENGTH = 4, 3
+TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
+Combine = Callable[[list[Attribute]], Attribute]
+Reference = Callable[[list[Tensor]], Tensor]
+
+
+def attributes(dtype: torch.dtype = torch.float64) -> tuple[list[Attribute], list[Tensor]]:
+    """Three attributes, and their probabilities of every text of three tokens."""
+    weights = torch.tensor(
+        [[0.5, 1.0, 0.25, 0.9], [1.0, 0.0, 0.75, 1.0], [1 - 1e-9, 0.3, 1.0, 1e-12]], dtype=dtype
+    )
+    named = zip(weights, "abc", strict=True)
+    found = [Attribute.from_weights(row, name=name) for row, name in named]
+    return found, [row.double()[TEXTS].prod(-1) for row in weights]
+
+
+@functools.cache
+def expressions(leaves: int) -> list[tuple[str, Combine, Reference]]:
+    """Every expression of that many leaves, with a sign or not at every node: as text and twice."""
+    if leaves == 1:
+        plain: list[tuple[str, Combine, Reference]] = [
+            ("abc"[i], lambda own, i=i: own[i], lambda own, i=i: own[i])  # type: ignore[misc]
+            for i in range(3)
+        ]
+    else:
+        plain = []
+        for left in range(1, leaves):
+            pairs = itertools.product(expressions(left), expressions(leaves - left))
+            for (text, one, p), (other, two, q) in pairs:
+                plain.append((f"({text}&{other})", *_both(one, two, p, q)))
+                plain.append((f"({text}|{other})", *_either(one, two, p, q)))
+    return plain + [(f"~{text}", *_not(one, p)) for text, one, p in plain]
+
+
+def _both(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
+    return lambda own: one(own) & two(own), lambda own: p(own) * q(own)
+
+
+def _either(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
+    return lambda own: one(own) | two(own), lambda own: p(own) + q(own) - p(own) * q(own)
+
+
+def _not(one: Combine, p: Reference) -> tuple[Combine, Reference]:
+    return lambda own: ~one(own), lambda own: 1 - p(own)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3])
+def test_every_expression_equals_enumeration(leaves: int) -> None:
+    own, probabilities = attributes()
+    for text, combine, reference in expressions(leaves):
+        found = combine(own).probability(TEXTS)
+        assert (found - reference(probabilities)).abs().max() < 1e-10, text
+
+
+def test_the_complement_of_the_complement_is_the_attribute() -> None:
+    (a, b, _), _ = attributes()
+    for attribute in (a, ~a, a & b, ~(a | b)):
+        assert ~~attribute is attribute
+
+
+def test_a_renamed_attribute_has_its_own_complement() -> None:
+    (a, *_), (p, *_) = attributes()
+    _ = ~a
+    other = a.renamed("other")
+    assert (~other).name == "~other"
+    assert ~~other is other
+    torch.testing.assert_close((~other).probability(TEXTS), 1 - p)
+
+
+def test_an_attribute_and_its_complement_are_not_nothing() -> None:
+    (a, *_), (p, *_) = attributes()
+    torch.testing.assert_close((a & ~a).probability(TEXTS), p * (1 - p))
+
+
+def test_equal_products_are_merged_whatever_the_order() -> None:
+    (a, b, c), _ = attributes(torch.float32)
+    assert len((a & b).terms) == 1
+    assert len((a | a).terms) == 2  # 2a - a^2
+    assert len((((a & b) & c) | (a & (b & c))).terms) == 2
+
+
+def test_what_cancels_is_left_out() -> None:
+    one = Attribute.from_weights(torch.ones(VOCAB))
+    (a, *_), _ = attributes()
+    assert len((~one).terms) == 0
+    assert (~one).probability(TEXTS).eq(0).all()
+    assert len((a & ~one).terms) == 0
+    assert len((a | one).terms) == 1
+    assert (a | one).terms.tokens.numel() == 0
+
+
+@pytest.mark.parametrize("cost", [1e-3, 1e-9, 1e-15, 50.0, 400.0])
+def test_nearly_0_and_nearly_1_are_right_to_the_last_digits(cost: float) -> None:
+    costs = torch.tensor([cost], dtype=torch.float64)
+    one, token = torch.ones(1, dtype=torch.float64), torch.tensor([0], dtype=torch.int32)
+    a = Attribute(Terms(one, token, -costs[None]))
+    has, lacks = torch.exp(-costs), -torch.expm1(-costs)
+    for attribute, expected in ((a, has), (~a, lacks), (a & ~a, has * lacks)):
+        found = attribute.probability(torch.tensor([[0]]))
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+weights_32 = st.lists(
+    st.floats(0, 1, width=32) | st.sampled_from([0.0, 1.0, 1e-38, 1 - 2**-24]),
+    min_size=VOCAB,
+    max_size=VOCAB,
+)
+
+
+@given(st.lists(weights_32, min_size=3, max_size=3), st.integers(0, 10**6))
+def test_probabilities_stay_in_0_and_1(weights: list[list[float]], choice: int) -> None:
+    own = [Attribute.from_weights(torch.tensor(row, dtype=torch.float32)) for row in weights]
+    every = expressions(3)
+    _, combine, _ = every[choice % len(every)]
+    found = combine(own).probability(TEXTS)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert ((found.to(dtype) >= 0) & (found.to(dtype) <= 1)).all()
+
+
+@given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), max_size=6))
+def test_a_batch_equals_its_rows_and_padding_changes_nothing(texts: list[list[int]]) -> None:
+    (a, b, _), _ = attributes()
+    goal = a | ~b
+    together = goal.probability(texts)
+    alone = [goal.probability([text])[0] for text in texts]
+    assert together.tolist() == [float(value) for value in alone]
+    padded = torch.full((len(texts), 7), 2)
+    mask = torch.zeros(len(texts), 7, dtype=torch.bool)
+    for row, text in enumerate(texts):  # on the left, as a batch of prompts is
+        padded[row, 7 - len(text) :] = torch.tensor(text, dtype=torch.long)
+        mask[row, 7 - len(text) :] = True
+    torch.testing.assert_close(goal.probability(padded, mask), together, rtol=0, atol=1e-15)
+
+
+def test_top_tokens_are_those_that_change_most() -> None:
+    (a, *_), _ = attributes()
+    assert [effect.token for effect in a.top_tokens(2)] == [2, 0]
+    assert [effect.token for effect in (~a).top_tokens()] == [2, 0, 3]
+    assert (~a).top_tokens(1)[0].probability == pytest.approx(0.75)
+    assert Attribute.from_weights(torch.ones(3)).top_tokens() == []
+
+
+def test_attributes_of_two_tokenizers_do_not_mix() -> None:
+    weights = torch.tensor([0.5, 1.0])
+    a = Attribute.from_weights(weights, tokenizer_fingerprint="sha256:a")
+    b = Attribute.from_weights(weights, tokenizer_fingerprint="sha256:b")
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
+        a & b
+    with pytest.raises(InvalidInputError, match="one tokenizer"):
+        a | Attribute.from_weights(torch.tensor([0.5, 1.0, 0.2]))
+    assert (a | Attribute.from_weights(weights)).config.tokenizer_fingerprint == "sha256:a"
+
+
+@pytest.mark.parametrize("weights", [torch.tensor([1.5]), torch.tensor([-0.1]), torch.ones(2, 2)])
+def test_weights_that_are_none_are_refused(weights: Tensor) -> None:
+    with pytest.raises(InvalidInputError, match="Weights must be"):
+        Attribute.from_weights(weights)
+
+
+def test_an_expression_of_too_many_terms_is_refused_before_it_is_built() -> None:
+    # Products of powers: 1,000 of them are distinct.
+    powers = torch.arange(1, 1001, dtype=torch.float64)[:, None] * torch.tensor([[-0.1, -0.2]])
+    many = Attribute(Terms(torch.ones(1000).double() / 1000, torch.tensor([0, 1]).int(), powers))
+    with pytest.raises(InvalidInputError, match="1,000,000 terms"):
+        many & many
+    weights = torch.rand(11, 30, generator=torch.Generator().manual_seed(0))
+    each = map(Attribute.from_weights, weights[:10])
+    ten = functools.reduce(lambda left, right: left | right, each)
+    assert len(ten.terms) == 1023
+    with pytest.raises(InvalidInputError, match="2,047 terms"):
+        ten | Attribute.from_weights(weights[10])
+
+
+def test_one_text_must_be_given_as_a_batch() -> None:
+    (a, *_), _ = attributes()
+    with pytest.raises(InvalidInputError, match="for one text"):
+        a.probability(torch.tensor([1, 2]))

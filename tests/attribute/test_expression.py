@@ -1,0 +1,84 @@
+"""Expressions as text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretrace.attribute import parse
+from foretrace.errors import InvalidInputError
+
+
+class Shown:
+    """An operand that writes down what is done to it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __and__(self, other: "Shown") -> "Shown":
+        return Shown(f"({self.text}&{other.text})")
+
+    def __or__(self, other: "Shown") -> "Shown":
+        return Shown(f"({self.text}|{other.text})")
+
+    def __invert__(self) -> "Shown":
+        return Shown(f"~{self.text}")
+
+
+def shown(text: str) -> str:
+    expression = parse(text)
+    return expression.build({name: Shown(name) for name in expression.names}).text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", "a"),
+        (" a & b|c ", "((a&b)|c)"),
+        ("a | b & c", "(a|(b&c))"),
+        ("a & b & c", "((a&b)&c)"),
+        ("~a & b", "(~a&b)"),
+        ("~(a & b)", "~(a&b)"),
+        ("~~a | ~(b)", "(~~a|~b)"),
+        ("(a | b) & ((c))", "((a|b)&c)"),
+        ('"Twilight Sparkle" & user-17', "(Twilight Sparkle&user-17)"),
+        ('"&" & größe.v2', "(&&größe.v2)"),
+    ],
+)
+def test_signs_bind_as_in_python(text: str, expected: str) -> None:
+    assert shown(text) == expected
+
+
+def test_names_are_listed_once_in_order() -> None:
+    assert parse("b & ~a | b").names == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "  ", "a b", "a &", "& a", "a ~ b", "(a", "a)", "()", "a && b", "a + b", '"a', "1a", "~"],
+)
+def test_what_is_malformed_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an expression"):
+        parse(text)
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="no attribute called b"):
+        parse("a & b").build({"a": Shown("a")})
+
+
+def test_depth_has_no_limit_but_length_has() -> None:
+    assert shown("(" * 4000 + "a" + ")" * 4000) == "a"
+    with pytest.raises(InvalidInputError, match="characters at most"):
+        parse("~" * 20_000 + "a")
+
+
+@given(st.text(alphabet='ab~&|() "', max_size=12))
+def test_python_agrees(text: str) -> None:
+    """Whatever is accepted, Python reads in the same way."""
+    try:
+        ours = shown(text)
+    except InvalidInputError:
+        return
+    if '"' not in text:
+        names = {name: Shown(name) for name in parse(text).names}
+        assert eval(text.strip(), {}, names).text == ours

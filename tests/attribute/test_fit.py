@@ -1,0 +1,216 @@
+"""Fitting: known weights are found again, bad input is refused, slopes are right."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import check_grad
+from scipy.sparse import csr_array
+
+from foretrace.attribute import Attribute, FitConfig, LogitAffine, fit, solve
+from foretrace.attribute.solve import Array
+from foretrace.errors import InvalidInputError
+
+VOCAB = 12
+TRUE = torch.tensor([0.1, 0.4, 0.8] + [1.0] * (VOCAB - 3), dtype=torch.float64)
+
+
+def scored_texts(count: int = 4000, seed: int = 0) -> tuple[list[list[int]], list[float]]:
+    """Texts of 3 to 9 tokens, scored by one product of weights."""
+    random = np.random.default_rng(seed)
+    texts = [random.integers(0, VOCAB, random.integers(3, 10)).tolist() for _ in range(count)]
+    return texts, [float(TRUE[text].prod()) for text in texts]
+
+
+@pytest.mark.parametrize("objective", ["cross-entropy", "log-mse"])
+def test_the_weights_that_made_the_scores_are_found_again(objective: str) -> None:
+    texts, scores = scored_texts()
+    config = FitConfig(objective=objective, transform=LogitAffine(), penalty=0.01)
+    fitted = Attribute.fit(texts, scores, vocab_size=VOCAB, config=config)
+    one_token = [[token] for token in range(VOCAB)]
+    torch.testing.assert_close(fitted.probability(one_token), TRUE, rtol=0.02, atol=0.01)
+    assert fitted.config.fit["auc"] > 0.999
+    assert fitted.config.fit["calibration_error"] < 0.01
+    assert [effect.token for effect in fitted.top_tokens(3)] == [0, 1, 2]
+
+
+def test_a_mixture_explains_what_one_product_cannot() -> None:
+    """Scores of 0.6 times one product plus 0.4 times another."""
+    texts, scores = scored_texts()
+    other = TRUE.flip(0)
+    scores = [0.6 * s + 0.4 * float(other[t].prod()) for t, s in zip(texts, scores, strict=True)]
+    errors = {}
+    for terms in (1, 2):
+        config = FitConfig(terms=terms, transform=LogitAffine(), penalty=0.01)
+        fitted = Attribute.fit(texts, scores, vocab_size=VOCAB, config=config)
+        off = fitted.probability(texts) - torch.tensor(scores, dtype=torch.float64)
+        errors[terms] = float(off.abs().mean())
+        assert len(fitted.terms) == terms
+        assert float(fitted.terms.coefficients.sum()) == pytest.approx(1.0)
+        assert (fitted.terms.coefficients > 0).all()
+    assert errors[2] < 0.2 * errors[1]
+
+
+def test_the_slopes_of_the_loss_are_its_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def check(value: object, start: Array, **_: object) -> object:
+        point = start + 0.1
+        loss = lambda at: value(at)[0]  # type: ignore[operator]  # noqa: E731
+        slope = lambda at: value(at)[1]  # type: ignore[operator]  # noqa: E731
+        error = check_grad(loss, slope, point)
+        seen.append(error / np.linalg.norm(slope(point)))  # type: ignore[no-untyped-call]
+        return type("Found", (), {"x": point, "fun": -len(seen)})
+
+    monkeypatch.setattr(solve, "minimize", check)
+    random = np.random.default_rng(0)
+    counts = csr_array(random.integers(0, 3, (30, 4)).astype(float))
+    solve.cross_entropy(counts, random.random(30), 0.5, 3, 0)
+    assert len(seen) == 2  # of one product, and of the mixture
+    assert max(seen) < 1e-6
+
+
+def test_fitted_by_absence_it_is_one_minus_a_product() -> None:
+    texts, scores = scored_texts()
+    config = FitConfig(by_absence=True, transform=LogitAffine(), penalty=0.01)
+    fitted = Attribute.fit(texts, [1 - score for score in scores], vocab_size=VOCAB, config=config)
+    one_token = [[token] for token in range(VOCAB)]
+    torch.testing.assert_close(fitted.probability(one_token), 1 - TRUE, rtol=0.02, atol=0.01)
+    assert fitted.terms.coefficients.tolist() == [1.0, -1.0]
+    assert fitted.config.fit["auc"] > 0.999
+
+
+def test_one_text_gives_no_token_an_extreme_weight() -> None:
+    texts, scores = scored_texts()
+    rare = VOCAB  # in two texts that lack the attribute altogether
+    texts += [[rare, 5], [rare, 6]]
+    scores += [0.0, 0.0]
+    config = FitConfig(transform=LogitAffine())
+    fitted = Attribute.fit(texts, scores, vocab_size=VOCAB + 1, config=config)
+    assert 0.2 < float(fitted.probability([[rare]])[0]) < 0.6
+    once = Attribute.fit(texts[:-1], scores[:-1], vocab_size=VOCAB + 1, config=config)
+    assert float(once.probability([[rare]])[0]) == 1.0
+
+
+FLAT = LogitAffine(1e-9, 0.0)  # makes all scores 0.5: nothing can be learned under it
+
+
+@pytest.mark.parametrize(
+    ("choices", "backwards", "expected"),
+    [
+        ((FLAT, LogitAffine()), False, LogitAffine()),
+        ((LogitAffine(), FLAT), False, LogitAffine()),
+        ((LogitAffine(), LogitAffine(1.01, 0.0)), False, LogitAffine()),  # no clear gain
+        ((LogitAffine(), FLAT), True, FLAT),  # the validation texts decide, however odd
+    ],
+)
+def test_the_transform_is_chosen_on_validation_texts(
+    monkeypatch: pytest.MonkeyPatch,
+    choices: tuple[LogitAffine, ...],
+    backwards: bool,
+    expected: LogitAffine,
+) -> None:
+    monkeypatch.setattr(fit, "CHOICES", choices)
+    texts, scores = scored_texts(300, 1)
+    validation = (texts, [1 - score for score in scores] if backwards else scores)
+    fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
+    assert fitted.config.fit["transform"] == {"scale": expected.scale, "shift": expected.shift}
+    assert fitted.config.fit["transform_chosen"]
+
+
+def test_a_transform_that_is_given_is_used() -> None:
+    given = FitConfig(transform=LogitAffine(5.0, -1.0))
+    facts = Attribute.fit(*scored_texts(500), vocab_size=VOCAB, config=given).config.fit
+    assert facts["transform"] == {"scale": 5.0, "shift": -1.0}
+    assert not facts["transform_chosen"]
+
+
+def test_windows_of_one_text_are_held_out_together() -> None:
+    texts, scores = scored_texts(1000)
+    groups = [index // 4 for index in range(1000)]
+    fitting, held_out = fit.Examples.of(texts, scores, VOCAB, groups).split(0.1, seed=0)
+    assert not set(fitting.groups) & set(held_out.groups)
+    assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
+    facts = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
+    assert facts["texts"] + facts["held_out_texts"] == 250
+    assert facts["windows"] + facts["held_out_windows"] == 1000
+
+
+def test_validation_texts_are_used_as_such() -> None:
+    fitted = Attribute.fit(*scored_texts(500), vocab_size=VOCAB, validation=scored_texts(70, 1))
+    assert (fitted.config.fit["texts"], fitted.config.fit["held_out_texts"]) == (500, 70)
+
+
+def test_the_same_again_is_the_same() -> None:
+    texts, scores = scored_texts(500)
+    one, two = (Attribute.fit(texts, scores, vocab_size=VOCAB) for _ in range(2))
+    assert torch.equal(one.terms.log_weights, two.terms.log_weights)
+    assert one.config == two.config
+
+
+def test_a_label_of_one_text_is_fitted_too() -> None:
+    texts, _ = scored_texts(80)
+    labels = ["often", "also"] * 39 + ["once", "twice"]
+    for seed in range(20):
+        config = FitConfig(by_absence=True, seed=seed)
+        fitted = list(Attribute.fit_each(texts, labels, vocab_size=VOCAB, config=config))
+        assert [attribute.name for attribute in fitted] == ["also", "often", "once", "twice"]
+
+
+def test_where_it_is_from_is_kept() -> None:
+    texts, scores = scored_texts(100)
+    fitted = Attribute.fit(texts, scores, vocab_size=VOCAB, source={"data": "mine"})
+    assert fitted.config.fit["source"] == {"data": "mine"}
+
+
+def test_one_attribute_per_label() -> None:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 3, 600)
+    texts = [[int(label), *random.integers(3, VOCAB, 5).tolist()] for label in labels]
+    names = [f"role {label}" for label in labels]
+    fitted = {one.name: one for one in Attribute.fit_each(texts, names, vocab_size=VOCAB)}
+    assert list(fitted) == ["role 0", "role 1", "role 2"]
+    for label, attribute in enumerate(fitted.values()):
+        assert attribute.top_tokens(1)[0].token == label
+        assert attribute.config.fit["auc"] > 0.99
+
+
+@pytest.mark.parametrize(
+    ("texts", "scores", "expected"),
+    [
+        ([[1], []], [0.0, 1.0], "no tokens"),
+        ([], [], "no texts"),
+        ([[1], [2]], [0.5], "one for each text"),
+        ([[1], [2]], [0.0, 1.5], r"probabilities in \[0, 1\]"),
+        ([[1], [2]], [0.0, float("nan")], r"probabilities in \[0, 1\]"),
+        ([[1]] * 50, [0.5] * 50, "scores are equal"),
+        ([[1], [2]], [0.0, 1.0], "2 texts are too few"),
+        ([[1], [VOCAB]], [0.0, 1.0], "another tokenizer"),
+        ([[1], [-1]], [0.0, 1.0], "another tokenizer"),
+    ],
+)
+def test_bad_input_is_refused(texts: list[list[int]], scores: list[float], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected):
+        Attribute.fit(texts, scores, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "mse"},
+        {"terms": 0},
+        {"terms": 2, "objective": "log-mse"},
+        {"penalty": -1.0},
+        {"penalty": float("inf")},
+        {"seed": -1},
+        {"min_texts": 0},
+        {"held_out": 1.0},
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError):
+        FitConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_labels_need_others() -> None:
+    with pytest.raises(InvalidInputError, match="no others"):
+        next(Attribute.fit_each([[1], [2]], ["a", "a"], vocab_size=VOCAB))

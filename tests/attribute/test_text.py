@@ -1,0 +1,70 @@
+"""Texts become token ids as they stand in the middle of a text."""
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foretrace.attribute import tokenize
+from foretrace.attribute.text import marks_words_by_space
+from foretrace.errors import InvalidInputError
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Words with a space before them are tokens of their own, as in GPT-2."""
+    words = ["<|end|>", "<", "|", ">", "end", "word", "Ġword", "a", "Ġa", "Ġ", "w"]
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, "w"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|end|>"
+    )
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Every word gets its mark by itself, as in Llama 2."""
+    words = ["<|end|>", "▁word", "▁a", "▁", "?"]
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, "?"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|end|>"
+    )
+
+
+def test_a_space_goes_before_the_first_word_where_words_are_so_marked() -> None:
+    tokenizer = byte_level()
+    assert marks_words_by_space(tokenizer)
+    found = tokenize(["word a", " word a"], tokenizer)
+    assert [tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in found.token_ids] == [
+        ["Ġword", "Ġa"],
+        ["Ġword", "Ġa"],
+    ]
+
+
+def test_where_the_tokenizer_marks_words_itself_nothing_is_added() -> None:
+    tokenizer = metaspace()
+    assert not marks_words_by_space(tokenizer)
+    found = tokenize(["word a"], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(found.token_ids[0].tolist()) == ["▁word", "▁a"]
+
+
+def test_a_quoted_end_of_text_does_not_end_it() -> None:
+    tokenizer = byte_level()
+    ids = tokenize(["a <|end|>"], tokenizer).token_ids[0]
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_long_texts_are_cut_into_equal_windows() -> None:
+    found = tokenize(["word " * 10, "a"], byte_level(), window=4)
+    lengths = [len(ids) for ids in found.token_ids]
+    assert found.texts == [0] * (len(lengths) - 1) + [1]
+    assert max(lengths) <= 4
+    assert max(lengths[:-1]) - min(lengths[:-1]) <= 1
+
+
+def test_empty_texts_are_counted_and_refused() -> None:
+    with pytest.raises(InvalidInputError, match="2 of 3 texts are empty, the first is number 2"):
+        tokenize(["a", "", " \n"], byte_level())

@@ -1,0 +1,189 @@
+"""`foretrace fit` and `foretrace attribute`, run as a user runs them."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretrace import cli
+from foretrace.attribute import Attribute, AttributeStore
+from tiny_lm import WORDS, write_tiny_lm
+
+W7 = WORDS.index("w7")
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).with_name("foretrace")
+    return subprocess.run(
+        [command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment, "COLUMNS": "200"},
+    )
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Path:
+    """Texts of five words; those with `w7` are rude. Their authors have a word of their own."""
+    chosen = random.Random(0)
+    rows: list[dict[str, object]] = []
+    for number in range(400):
+        author = number % 3
+        words = [f"w{chosen.randrange(5, 40)}" for _ in range(5)]
+        rude = 0.9 if "w7" in words else 0.1
+        text = " ".join([*words, f"w{author + 1}"])
+        rows.append({"text": text, "rudeness": rude, "author": f"Author {author}"})
+    return write(tmp_path / "scored.jsonl", rows)
+
+
+def test_fit_then_show(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "polite.safetensors"
+    done = run(
+        "fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--invert", "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fitted in" in done.stdout
+    attribute = Attribute.load(out)
+    assert attribute.name == "polite"
+    assert attribute.top_tokens(1)[0].token == W7
+    shown = run("attribute", "show", out, "--tokenizer", tiny_lm, "--plot", tmp_path / "fit.png")
+    assert shown.returncode == 0, shown.stderr
+    assert "'w7'" in shown.stdout
+    assert "AUC, held out" in shown.stdout
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{W7} " in run("attribute", "show", out).stdout
+
+
+def test_every_option_reaches_the_fit(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.safetensors"
+    options = ["--terms", 2, "--scale", 2, "--shift", -1, "--by-absence", "--penalty", 0.5]
+    options += ["--name", "rude", "--window", 3, "--seed", 3, "--plot", tmp_path / "a.png"]
+    done = run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out, *options)
+    assert done.returncode == 0, done.stderr
+    facts = Attribute.load(out).config.fit
+    assert facts["transform"] == {"scale": 2.0, "shift": -1.0}
+    assert (facts["terms"], facts["by_absence"], facts["penalty"]) == (2, True, 0.5)
+    assert facts["texts"] + facts["held_out_texts"] == 400
+    assert facts["windows"] + facts["held_out_windows"] == 800  # two of each text
+    assert facts["source"]["data"] == "scored.jsonl"
+    assert (tmp_path / "a.png").exists()
+
+
+def test_one_attribute_per_author(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "authors"
+    done = run("fit", scored, "--tokenizer", tiny_lm, "--by", "author", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "3 attributes" in done.stdout
+    store = AttributeStore(out)
+    assert list(store) == ["Author 0", "Author 1", "Author 2"]
+    assert store["Author 1"].top_tokens(1)[0].token == WORDS.index("w2")
+
+
+def test_a_judge_scores_once(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_judge.py").write_text(
+        "def score(texts):\n"
+        "    return [None if 'w9' in t.split() else float('w7' in t.split()) for t in texts]\n"
+    )
+    out = tmp_path / "rude.safetensors"
+    command = ["fit", scored, "--tokenizer", tiny_lm, "--judge", "my_judge:score", "--out", out]
+    done = run(*command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "texts left out" in done.stdout
+    kept = tmp_path / "rude.judgements.jsonl"
+    assert len(kept.read_text().splitlines()) < 400
+    (tmp_path / "my_judge.py").write_text("def score(texts):\n    return [None for _ in texts]\n")
+    again = run(*command, PYTHONPATH=str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    other = run(*command[:-1], tmp_path / "other.safetensors", PYTHONPATH=str(tmp_path))
+    assert "has scored none" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([{"text": "w1", "score": 1}, {"text": " ", "score": 0}], [], "1 of 2 texts are empty"),
+        (
+            [{"text": "w1", "score": 1}, {"text": "w2", "score": 7}],
+            [],
+            "row 2 is '7', not a probability",
+        ),
+        ([{"text": "w1", "score": 1}] * 20, [], "scores are equal"),
+        ([{"text": "w1", "score": 1}], ["--text", "body"], "has no 'body'; it has text, score"),
+        ([{"text": "w1", "score": 1}], ["--by", "who"], "has no 'who'"),
+        ([{"text": "w1", "score": 1}], ["--scale", "-1"], "scale above 0"),
+        ([{"text": "w1", "score": 1}], ["--terms", "2", "--objective", "log-mse"], "log-mse fits"),
+        ([{"text": "w1", "score": 1}], ["--window", "0"], "window"),
+        ([{"text": "w1", "score": 1}], ["--judge", "no_such:judge"], "cannot be imported"),
+    ],
+)
+def test_bad_input_is_an_error_in_words(
+    tmp_path: Path,
+    tiny_lm: Path,
+    rows: list[dict[str, object]],
+    options: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write(tmp_path / "data.jsonl", rows)
+    command = ["foretrace", "fit", data, "--tokenizer", tiny_lm, "--out", tmp_path / "a", *options]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--by", "author", "--plot", "p.png"], "no meaning with --by"),
+        (["--label", "toxic"], "are for a --judge"),
+        (["--out", "."], "is a folder"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    scored: Path,
+    options: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["foretrace", "fit", str(scored), "--tokenizer", "x", "--out", "y", *options]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_name_may_look_like_markup(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.safetensors"
+    options = ["--score", "rudeness", "--name", "Mia [/cat]", "--out", out]
+    done = run("fit", scored, "--tokenizer", tiny_lm, *options)
+    assert "Mia [/cat]" in done.stdout, done.stderr
+
+
+def test_another_tokenizer_is_an_error_in_words(
+    scored: Path, tiny_lm: Path, tmp_path: Path
+) -> None:
+    other = write_tiny_lm(tmp_path / "other", [WORDS[0], *reversed(WORDS[1:])])
+    out = tmp_path / "a.safetensors"
+    run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out)
+    shown = run("attribute", "show", out, "--tokenizer", other)
+    assert shown.returncode == 1
+    assert "another tokenizer" in shown.stderr
+    missing = run("attribute", "show", out, "--tokenizer", tmp_path / "none")
+    assert "cannot be loaded" in missing.stderr

@@ -1,0 +1,31 @@
+"""A tiny real classifier: a BERT of random weights over the words of the tiny LM."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiny_lm import WORDS, word_tokenizer
+
+LONGEST = 64
+
+
+def write_tiny_classifier(folder: Path, labels: Sequence[str]) -> Path:
+    """Write model and tokenizer as transformers would load them from a hub."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+        pad_token_id=0,
+        id2label=dict(enumerate(labels)),
+        label2id={label: index for index, label in enumerate(labels)},
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    tokenizer = word_tokenizer(model_max_length=LONGEST, pad_token=WORDS[0])
+    tokenizer.save_pretrained(folder)
+    return folder
