@@ -7,8 +7,11 @@ if TYPE_CHECKING:
     from foretrace.attribute import Attribute, AttributeStore, FitConfig, LogitAffine, parse
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
+    from foretrace.engines import transformers
+    from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
+    from foretrace.lookahead import Goal, Lookahead
     from foretrace.vocabulary import fingerprint
 
 __version__ = "0.1.0.dev0"
@@ -20,12 +23,16 @@ __all__ = [
     "DistillConfig",
     "FitConfig",
     "ForetraceError",
+    "Goal",
     "HMMConfig",
     "LogitAffine",
+    "Lookahead",
     "__version__",
     "distill",
     "fingerprint",
+    "generate",
     "parse",
+    "transformers",
 ]
 
 # Names are imported on first use, so that `import foretrace` costs milliseconds, not torch.
@@ -40,6 +47,10 @@ _HOMES = {
     "DistillConfig": "foretrace.distill.config",
     "ForetraceError": "foretrace.errors",
     "distill": "foretrace.distill.run",
+    "Goal": "foretrace.lookahead",
+    "Lookahead": "foretrace.lookahead",
+    "generate": "foretrace.engines.transformers",
+    "transformers": "foretrace.engines",
     "fingerprint": "foretrace.vocabulary",
 }
 

@@ -18,11 +18,16 @@ def test_the_ends_stay_where_they_are() -> None:
     assert LogitAffine(3.0, -3.0)(ends).tolist() == [0.0, 1.0]
 
 
-def test_its_logarithm_does_not_underflow() -> None:
-    p = torch.tensor([1e-30, 0.5], dtype=torch.float64)
-    moved = LogitAffine(20.0, 0.0)
-    assert moved.log(p)[0] == pytest.approx(20 * float(p[0].log()))
-    torch.testing.assert_close(LogitAffine().log(p), p.log())
+def test_logarithms_do_not_underflow() -> None:
+    log_p = torch.tensor([-700.0, -1e-12, -0.5])
+    moved = LogitAffine(20.0, 1.0).of_log(log_p.double())
+    assert moved[0] == pytest.approx(20 * -700.0 + 1)
+    assert -1e-200 < moved[1] <= 0
+    p = log_p.double().exp()[2]
+    assert moved[2] == pytest.approx(float(LogitAffine(20.0, 1.0)(p).log()))
+    assert torch.equal(LogitAffine().of_log(log_p), log_p)
+    ends = LogitAffine(2.0, 1.0).of_log(torch.tensor([-torch.inf, 0.0]))
+    assert ends.tolist() == [-torch.inf, 0.0]
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(0.0, 0.0), (-1.0, 0.0), (1.0, float("inf"))])

@@ -4,6 +4,7 @@ p(x) = sum over k of c_k times the product over i of w_k(x_i). Only tokens with 
 some term are kept, and weights as logarithms: products become sums.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,6 +43,16 @@ class Terms:
 
     def __len__(self) -> int:
         return len(self.coefficients)
+
+    @property
+    def signed(self) -> bool:
+        """Whether some coefficient is negative, so that terms may cancel."""
+        return bool((self.coefficients < 0).any())
+
+    def without(self, tokens: Sequence[int]) -> Self:
+        """Give the same without weights of these tokens: they count as 1."""
+        kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
+        return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept])
 
     @property
     def nbytes(self) -> int:

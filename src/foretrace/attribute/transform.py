@@ -36,8 +36,10 @@ class LogitAffine:
         """Transform probabilities; 0 stays 0 and 1 stays 1."""
         return torch.sigmoid(self.scale * torch.logit(probability) + self.shift)
 
-    def log(self, probability: Tensor) -> Tensor:
-        """Give the logarithm of the transformed probabilities, without underflow."""
+    def of_log(self, log_probability: Tensor) -> Tensor:
+        """Transform probabilities that are given, and wanted, as logarithms: without underflow."""
         if self.identity:
-            return probability.log()
-        return torch.nn.functional.logsigmoid(self.scale * torch.logit(probability) + self.shift)
+            return log_probability
+        log_rest = torch.expm1(log_probability).neg_().log_()  # log(1 - p)
+        logit = torch.sub(log_probability, log_rest, out=log_rest)
+        return torch.nn.functional.logsigmoid(logit.mul_(self.scale).add_(self.shift))

@@ -18,6 +18,7 @@ from foretrace.errors import InvalidModelError
 from foretrace.hmm.emission import uniforms
 from foretrace.hmm.probability import require_table_dtype, working_dtype
 
+FEW_ROWS = 64
 VECTOR_PRODUCTS = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # CSR needs it
 
 
@@ -139,9 +140,8 @@ class SparseEmission:
         if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a matrix of one column
             entries = torch.mv(self._matrix, scaled[0])[None]
         else:
-            entries = (self._matrix @ scaled.T).T
-        # In place, so that the result is row-major: sorting and softmax read rows.
-        probabilities = torch.outer(flat @ self.leak, self.background).add_(entries)
+            entries = _transposed(self._matrix @ scaled.T)
+        probabilities = entries.addr_(flat @ self.leak, self.background)
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
@@ -210,6 +210,17 @@ def _csr(offsets: Tensor, states: Tensor, values: Tensor, shape: tuple[int, int]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         return torch.sparse_csr_tensor(offsets, states, values, shape, check_invariants=False)
+
+
+def _transposed(table: Tensor) -> Tensor:
+    """Turn (V, n) into (n, V), row-major: sorting and softmax read rows.
+
+    Of few rows, a product with the identity makes it three times as fast as a copy, on CPUs.
+    """
+    rows = table.shape[1]
+    if rows > FEW_ROWS or table.is_cuda:
+        return table.T.contiguous()
+    return torch.eye(rows, dtype=table.dtype) @ table.T
 
 
 def _from_zero(increments: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""What steering costs: `generate` steered against bare, by turns, in one run.
+
+At the paper's size (a GPT-2-large-shaped LM of random weights, an HMM of 4,096 states with 1% of
+its emission stored) and on SmolLM2 with the HMM of `examples/`. Beside it, the naive way: a dense
+emission. With --quick, SmolLM2 alone.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+
+from foretrace import HMM, Attribute
+from foretrace.engines.transformers import SteeringProcessor
+from foretrace.hmm import DenseEmission, SparseEmission
+from foretrace.lookahead import Goal, Lookahead
+from harness import Report, options, seconds
+from smollm2 import find_smollm2
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
+PROMPT, HORIZON, ATTRIBUTE_TOKENS = 12, 64, 5000
+
+
+def main() -> None:
+    """Measure both sizes."""
+    given = options(__doc__)
+    report = Report("Decoding: steered / bare")
+    smollm2 = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
+    hmm = HMM.from_pretrained(EXAMPLE)
+    for batch in (1, 32):
+        _compare("SmolLM2, 1,024 states", smollm2, hmm, batch, given.quick, report, goal=1.08)
+    _table("1,024 states", hmm, report, goal=None)
+    if not given.quick:
+        config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+        large: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        large.eval()
+        hmm = random_hmm(4096, config.vocab_size, density=0.01)
+        table = hmm.emission.rows(torch.arange(hmm.vocab_size))
+        dense = HMM(hmm.initial, hmm.transition, DenseEmission(table))
+        for batch in (1, 8):
+            name = "GPT-2 large, 4,096 states"
+            _compare(name, large, hmm, batch, given.quick, report, goal=1.04)
+            _compare(f"{name}, naive", large, dense, batch, given.quick, report, goal=None)
+        _table("4,096 states", hmm, report, goal=0.5)
+        _table("4,096 states, naive", dense, report, goal=None)
+    report.publish(given.json)
+
+
+def random_hmm(states: int, vocab: int, *, density: float) -> HMM:
+    """Draw an HMM whose emission stores a share of its entries, as distilled ones do."""
+    random = torch.Generator().manual_seed(0)
+    each = int(density * states)
+    chosen = torch.rand(vocab, states, generator=random).topk(each, dim=1).indices.sort(1).values
+    values = torch.rand(vocab, each, generator=random)
+    total = torch.zeros(states).index_add_(0, chosen.flatten(), values.flatten())
+    values = 0.999 * values / total[chosen]
+    emission = SparseEmission(
+        torch.arange(0, vocab * each + 1, each),
+        chosen.flatten(),
+        values.flatten(),
+        torch.full((vocab,), 1 / vocab),
+        torch.full((states,), 0.001),
+    )
+    transition = torch.rand(states, states, generator=random) ** 8
+    transition /= transition.sum(1, keepdim=True)
+    return HMM(torch.full((states,), 1 / states), transition, emission)
+
+
+def _goal(hmm: HMM) -> Goal:
+    weights = torch.ones(hmm.vocab_size)
+    random = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(hmm.vocab_size, generator=random)[:ATTRIBUTE_TOKENS]
+    weights[chosen] = torch.rand(ATTRIBUTE_TOKENS, generator=random)
+    return Goal(Lookahead(hmm, Attribute.from_weights(weights), HORIZON), strength=2.0)
+
+
+def _compare(
+    name: str, lm: Any, hmm: HMM, batch: int, quick: bool, report: Report, *, goal: float | None
+) -> None:
+    """Write the same number of tokens, bare and steered, by turns."""
+    new = 12 if quick else 20
+    ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
+    mask = torch.ones_like(ids)
+    target = _goal(hmm)
+
+    def write(processors: Callable[[], list[SteeringProcessor]]) -> None:
+        lm.generate(
+            ids,
+            attention_mask=mask,
+            logits_processor=LogitsProcessorList(processors()),
+            do_sample=True,
+            top_k=0,
+            top_p=0.9,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+        )
+
+    def steer() -> list[SteeringProcessor]:
+        return [SteeringProcessor([target], prompt_mask=mask, max_new_tokens=new)]
+
+    bare, steered = seconds(lambda: write(list), lambda: write(steer), repeats=2 if quick else 4)
+    report.add(f"{name}, batch {batch}: bare", 1e3 * bare / new, "ms/step")
+    report.add(f"{name}, batch {batch}: steered / bare", steered / bare, "", at_most=goal)
+
+
+def _table(name: str, hmm: HMM, report: Report, *, goal: float | None) -> None:
+    (taken,) = seconds(lambda: _goal(hmm), repeats=3)
+    what = f"lookahead of {ATTRIBUTE_TOKENS:,} tokens, {HORIZON} ahead"
+    report.add(f"{name}: {what}", taken, "s", at_most=goal)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Steering in transformers: a logits processor for `generate`, and one line for the rest."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from foretrace.errors import InvalidInputError
+from foretrace.lookahead import Goal, Request, Steering
+from foretrace.vocabulary import fingerprint, require_same_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
+
+
+class SteeringProcessor(LogitsProcessor):
+    """Steers what `model.generate` writes: sampling, greedy, beams, batches padded on the left.
+
+    `goals` are those of every row, or a sequence of them for each prompt, which may be empty. One
+    object serves any number of calls with prompts of the same shape.
+    """
+
+    def __init__(self, goals: Goals, *, prompt_mask: Tensor, max_new_tokens: int) -> None:
+        self.prompt_mask = prompt_mask.bool().cpu()  # (prompts, T), False where padded
+        self.goals = _for_each_prompt(goals, len(prompt_mask))
+        self.max_new_tokens = max_new_tokens
+        hmms = {id(goal.lookahead.hmm): goal.lookahead.hmm for own in self.goals for goal in own}
+        if len(hmms) > 1:
+            raise InvalidInputError(
+                "The goals of a batch must be of one and the same HMM object: load it once, and "
+                "make every Lookahead with it."
+            )
+        self.steering = Steering(*hmms.values()) if hmms else None
+        self.prompts: Tensor | None = None
+        self.requests: list[Request] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Reweight the next token of each row: (rows, length) ids, (rows, V) logits."""
+        if self.steering is None:
+            return scores
+        count, length = self.prompt_mask.shape
+        if len(input_ids) % count or input_ids.shape[1] < length:
+            raise InvalidInputError(
+                f"The processor was made for {count} prompts of {length} tokens, but gets ids of "
+                f"shape {tuple(input_ids.shape)}. Make one for these prompts."
+            )
+        copies = len(input_ids) // count  # beams, or sequences to return
+        ids = input_ids.cpu()
+        prompts = ids[::copies, :length]
+        if self.prompts is None or not torch.equal(prompts, self.prompts):
+            self.prompts, self.requests = prompts, self._requests(prompts)
+        rows = [request for request in self.requests for _ in range(copies)]
+        self.steering.step(rows, ids[:, length:].tolist())
+        return self.steering.reweight(scores)
+
+    def _requests(self, prompts: Tensor) -> list[Request]:
+        return [
+            Request(own, tuple(prompt[mask].tolist()), self.max_new_tokens)
+            for own, prompt, mask in zip(self.goals, prompts, self.prompt_mask, strict=True)
+        ]
+
+
+def _for_each_prompt(goals: Goals, count: int) -> list[tuple[Goal, ...]]:
+    shared = [goal for goal in goals if isinstance(goal, Goal)]
+    if len(shared) == len(goals):
+        return [tuple(shared)] * count
+    own = [tuple(each) for each in goals if not isinstance(each, Goal)]
+    if shared or len(own) != count:
+        raise InvalidInputError(
+            f"Give goals for all rows, [goal, ...], or for each of the {count} prompts its own, "
+            f"[[goal, ...], [], ...]; these are {len(goals)}."
+        )
+    return own
+
+
+def generate(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    *,
+    goal: Goal | Goals | None = None,
+    max_new_tokens: int = 20,
+    **options: Any,
+) -> list[str]:
+    """Write continuations of the prompts, steered: their texts, without the prompts.
+
+    Options go to `model.generate`. Sampling is on, without transformers' own top-k of 50, unless
+    they say otherwise.
+    """
+    goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left").to(
+        model.device
+    )
+    mask = inputs["attention_mask"]
+    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens)
+    if processor.steering is not None:
+        require_same_fingerprint(
+            "The HMM",
+            processor.steering.hmm.config.tokenizer_fingerprint,
+            fingerprint(tokenizer.get_vocab()),
+        )
+    settings = {"do_sample": True, "pad_token_id": tokenizer.pad_token_id} | options
+    if settings["do_sample"]:
+        settings.setdefault("top_k", 0)
+    written = model.generate(  # type: ignore[operator]
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        logits_processor=LogitsProcessorList([processor]),
+        **settings,
+    )
+    texts: list[str] = tokenizer.batch_decode(written[:, mask.shape[1] :], skip_special_tokens=True)
+    return texts

@@ -1,0 +1,7 @@
+"""Lookahead: exact expectations over all futures, and the steering of texts by them."""
+
+from foretrace.lookahead.goal import Goal
+from foretrace.lookahead.lookahead import Lookahead
+from foretrace.lookahead.steering import Request, Steering
+
+__all__ = ["Goal", "Lookahead", "Request", "Steering"]

@@ -1,0 +1,22 @@
+"""What a row is steered toward, and how strongly."""
+
+from dataclasses import dataclass, field
+
+from foretrace.attribute import LogitAffine
+from foretrace.lookahead.lookahead import Lookahead
+
+
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """An attribute to steer toward; its EAP goes through sigma(strength * logit + shift).
+
+    Strength 1 and shift 0 leave the EAP as it is: exact conditioning on the attribute.
+    """
+
+    lookahead: Lookahead
+    strength: float = 1.0
+    shift: float = 0.0
+    transform: LogitAffine = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transform", LogitAffine(self.strength, self.shift))

@@ -1,0 +1,85 @@
+"""EAP against brute force over all futures; it stays in [0, 1] whatever the dtype."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foretrace.attribute import Attribute
+from foretrace.errors import InvalidInputError, TokenizerMismatchError
+from foretrace.hmm import HMM, HMMConfig
+from foretrace.lookahead import Lookahead
+from tiny import FORMS, TOKENS, all_texts, path_probabilities, tiny_hmm
+from tiny_attributes import WEIGHTS, attributes
+
+HORIZON = 5
+
+
+def brute_force(hmm: HMM, attribute: Attribute, prefix: Tensor, remaining: int) -> Tensor:
+    """Sum p(x) p(s | x) over all texts that begin with the prefix, by the token after it: (V,)."""
+    later = all_texts(1 + remaining)
+    texts = torch.cat([prefix.expand(len(later), -1), later], 1)
+    probability = path_probabilities(hmm, texts)[1].sum(0)
+    eos = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long)
+    counted = ~torch.isin(later, eos)  # end of text has weight 1
+    has_it = attribute.probability(later, counted)
+    both = torch.zeros(TOKENS, dtype=torch.float64).index_add_(0, later[:, 0], probability * has_it)
+    alone = torch.zeros(TOKENS, dtype=torch.float64).index_add_(0, later[:, 0], probability)
+    return torch.where(alone > 0, both / alone, torch.nan)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", attributes())
+@pytest.mark.parametrize("prefix", [(), (1,), (3, 0)])
+def test_eap_equals_enumeration(form: str, name: str, prefix: tuple[int, ...]) -> None:
+    hmm, attribute = tiny_hmm(form), attributes()[name]
+    start = torch.tensor(prefix, dtype=torch.long)
+    wide = Lookahead(hmm, attribute, HORIZON)
+    narrow = Lookahead(hmm.to(dtype=torch.float32), attribute, HORIZON)
+    for remaining in range(4 if form == "structured" else HORIZON - len(prefix)):
+        expected = brute_force(hmm, attribute, start, remaining)
+        known = ~expected.isnan()
+        found = wide.eap(start, remaining)
+        assert (found - expected)[known].abs().max() < 1e-10
+        assert (narrow.eap(start, remaining) - expected)[known].abs().max() < 1e-5
+
+
+def test_past_the_horizon_it_looks_as_far_as_the_horizon() -> None:
+    hmm, attribute = tiny_hmm("dense"), attributes()["all"]
+    lookahead = Lookahead(hmm, attribute, 3)
+    assert torch.equal(lookahead.eap(torch.tensor([1]), 100), lookahead.eap(torch.tensor([1]), 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(["one", "mixture", "or", "not", "all"]),
+)
+def test_eap_is_a_probability_in_every_dtype(seed: int, dtype: torch.dtype, name: str) -> None:
+    hmm = HMM.random(24, TOKENS, seed=seed).to(dtype=dtype)
+    found = Lookahead(hmm, attributes()[name], 12).eap(torch.tensor([0, 3, 1]), seed % 13)
+    assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_a_tiny_complement_keeps_its_digits() -> None:
+    """1 - p of an attribute that hardly ever fails: not the noise of 1 - 0.9999999."""
+    hmm = tiny_hmm("dense")
+    weights = 1 - torch.tensor([1e-9, 0.0, 2e-9, 0.0], dtype=torch.float64)
+    attribute = ~Attribute.from_weights(weights)
+    exact = Lookahead(hmm, attribute, HORIZON).eap(torch.tensor([1]), 3)
+    narrow = Lookahead(hmm.to(dtype=torch.float32), attribute, HORIZON).eap(torch.tensor([1]), 3)
+    torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    hmm = tiny_hmm("dense")
+    with pytest.raises(InvalidInputError, match="vocabulary of 4"):
+        Lookahead(hmm, Attribute.from_weights(torch.full((TOKENS + 1,), 0.5)), 5)
+    with pytest.raises(InvalidInputError, match="horizon"):
+        Lookahead(hmm, attributes()["one"], 0)
+    named = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(tokenizer_fingerprint="a"))
+    other = Attribute.from_weights(WEIGHTS[0], tokenizer_fingerprint="b")
+    with pytest.raises(TokenizerMismatchError):
+        Lookahead(named, other, 5)

@@ -1,0 +1,28 @@
+"""Attributes over the tokens of tiny HMMs."""
+
+import torch
+
+from foretrace.attribute import Attribute
+from foretrace.attribute.terms import Terms
+from tiny import TOKENS
+
+WEIGHTS = torch.tensor(
+    [[0.5, 1.0, 0.25, 0.9], [1.0, 0.3, 0.75, 1.0], [0.2, 0.9, 1.0, 0.6]], dtype=torch.float64
+)
+
+
+def attributes() -> dict[str, Attribute]:
+    """One term, a mixture, and what signs make of them."""
+    a, b, c = (Attribute.from_weights(row) for row in WEIGHTS)
+    tokens = torch.arange(TOKENS, dtype=torch.int32)
+    coefficients = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    mixture = Attribute(Terms(coefficients, tokens, WEIGHTS.log()))
+    return {
+        "one": a,
+        "mixture": mixture,
+        "and": a & b,
+        "or": a | b,
+        "not": ~a,
+        "all": (a | ~b) & ~(c & mixture),
+        "nothing to weigh": Attribute.from_weights(torch.ones(TOKENS)),
+    }
