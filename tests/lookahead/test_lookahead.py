@@ -1,5 +1,7 @@
 """EAP against brute force over all futures; it stays in [0, 1] whatever the dtype."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from tiny import FORMS, TOKENS, all_texts, path_probabilities, tiny_hmm
 from tiny_attributes import WEIGHTS, attributes
 
 HORIZON = 5
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
 
 
 def brute_force(hmm: HMM, attribute: Attribute, prefix: Tensor, remaining: int) -> Tensor:
@@ -83,3 +86,38 @@ def test_what_does_not_fit_is_refused() -> None:
     other = Attribute.from_weights(WEIGHTS[0], tokenizer_fingerprint="b")
     with pytest.raises(TokenizerMismatchError):
         Lookahead(named, other, 5)
+
+
+@pytest.mark.parametrize("name", ["one", "not", "all"])
+def test_a_token_that_no_state_emits_is_as_good_as_the_average(name: str) -> None:
+    """The HMM knows nothing of it: its EAP is that of what it would have said, times its weight."""
+    hmm = tiny_hmm("dense")
+    table = hmm.emission.rows(torch.arange(TOKENS))
+    table[1] = 0
+    silent = HMM(hmm.initial, hmm.transition, table / table.sum(0))
+    attribute = attributes()[name]
+    found = Lookahead(silent, attribute, HORIZON).eap(torch.tensor([3]), 2)
+    later = all_texts(2)
+    # The state is carried on as it was predicted, and the token adds its own weight.
+    predicted = silent.filter(torch.tensor([[3]])).predicted[0]
+    carried = HMM(silent.transition.predict(predicted)[0], silent.transition, silent.emission)
+    probability = path_probabilities(carried, later)[1].sum(0)
+    own = torch.cat([torch.ones(len(later), 1, dtype=torch.long), later], 1)
+    expected = (probability * attribute.probability(own)).sum()
+    assert float(found[1]) == pytest.approx(float(expected), abs=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("complement", [False, True])
+def test_eap_is_a_probability_on_a_distilled_hmm(dtype: torch.dtype, complement: bool) -> None:
+    hmm = HMM.from_pretrained(EXAMPLE).to(dtype=dtype)
+    random = torch.Generator().manual_seed(0)
+    weights = torch.ones(hmm.vocab_size)
+    chosen = torch.randperm(hmm.vocab_size, generator=random)[:5000]
+    weights[chosen] = torch.rand(5000, generator=random)
+    attribute = Attribute.from_weights(weights)
+    lookahead = Lookahead(hmm, ~attribute if complement else attribute, 20)
+    for remaining in (0, 5, 20):
+        found = lookahead.eap(torch.randint(3, hmm.vocab_size, (9,), generator=random), remaining)
+        assert ((found >= 0) & (found <= 1)).all()
+        assert found.std() > 0

@@ -7,6 +7,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead, Request, Steering
 from tiny import TOKENS, all_texts, tiny_hmm
@@ -60,3 +61,30 @@ def test_sampled_texts_are_of_the_posterior() -> None:
     code = (drawn * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
     counts = torch.bincount(code, minlength=TOKENS**LENGTH)
     assert chisquare(counts, count * joint / joint.sum()).pvalue > 1e-3
+
+
+def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
+    """Per row h numbers and K sums; per attribute (horizon + 1) K h numbers and its tokens."""
+    hmm = tiny_hmm("dense")
+    lookahead = Lookahead(hmm, attributes()["all"], 7)
+    terms, tokens = len(lookahead.terms), len(lookahead.tokens)
+    assert lookahead.table.nbytes == 8 * 8 * terms * hmm.num_states
+    assert lookahead.nbytes == lookahead.table.nbytes + 8 * terms * tokens + 8 * tokens
+    steering = Steering(hmm)
+    requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
+    for written in ([], [1], [1, 3]):
+        steering.step(requests, [written] * 3)
+    assert len(steering._rows) == 3
+    row = steering._rows[0]
+    assert row.predicted.shape == (hmm.num_states,)
+    assert [past.shape for past in row.past] == [(terms,)]
+
+
+def test_logits_of_other_rows_are_refused() -> None:
+    hmm = tiny_hmm("dense")
+    steering = Steering(hmm)
+    steering.step([Request((), (), 5)], [[]])
+    with pytest.raises(InvalidInputError, match="1 rows"):
+        steering.reweight(torch.zeros(2, TOKENS))
+    with pytest.raises(InvalidInputError, match="4 tokens"):
+        steering.reweight(torch.zeros(1, TOKENS - 1))

@@ -51,9 +51,9 @@ def matmul(values: Tensor, matrix: Tensor) -> Tensor:
 def converted(
     table: Tensor, normaliser: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """Move or convert a table. Widening folds the normaliser in: the wider dtype can hold it."""
+    """Move or convert a table. A finer dtype can hold the normaliser: it is folded in."""
     moved = table.to(device=device, dtype=dtype)
-    if moved.dtype.itemsize > table.dtype.itemsize:
+    if torch.finfo(moved.dtype).eps < torch.finfo(table.dtype).eps:
         moved.mul_(normaliser.to(moved))
     return moved
 

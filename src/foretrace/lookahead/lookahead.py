@@ -99,17 +99,22 @@ class Lookahead:
             predicted = last.predicted
         left = torch.tensor([remaining], device=self.hmm.device)
         past = torch.zeros(1, len(self.terms), dtype=torch.float64)
-        joint = self.hmm.emission.predict(predicted[:, None] * self.ahead(left))
-        return self.log_eap(joint, self.hmm.emission.predict(predicted), past)[0].exp()
+        weighted = predicted[:, None] * self.ahead(left)
+        joint, probability = (
+            self.hmm.emission.predict(weighted),
+            self.hmm.emission.predict(predicted),
+        )
+        return self.log_eap(joint, probability, weighted.sum(-1), past)[0].exp()
 
-    def log_eap(self, joint: Tensor, probability: Tensor, past: Tensor) -> Tensor:
+    def log_eap(self, joint: Tensor, probability: Tensor, average: Tensor, past: Tensor) -> Tensor:
         """Give log EAP of every next token of n rows: eq. (EAP) -> (n, V), at most 0.
 
         joint[n, k, x] is sum_z predicted[z] emission[x, z] table[r, k, z]; probability, (n, V), the
-        same without the table; past, (n, K), sums of log-weights of what is written, in float64.
+        same without the table; average, (n, K), is what joint sums to, and stands in for tokens
+        that no state emits; past, (n, K), are sums of log-weights of what is written, in float64.
         """
-        least = torch.finfo(probability.dtype).tiny
-        ratio = joint / probability.unsqueeze(1).clamp_min(least)
+        least = inference.IMPOSSIBLE
+        ratio = (joint + least * average.unsqueeze(-1)) / (probability + least).unsqueeze(1)
         ratio[..., self.tokens] *= self.weights
         coefficients = self.terms.coefficients
         if not self.terms.signed:

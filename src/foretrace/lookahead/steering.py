@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad as _pad
 from torch.nn.utils.rnn import pad_sequence
 
+from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
@@ -114,6 +115,11 @@ class Steering:
 
         What the HMM does not know, past its vocabulary, a steered row will not write.
         """
+        if len(logits) != len(self._rows) or logits.shape[1] < self.hmm.vocab_size:
+            raise InvalidInputError(
+                f"Logits have shape {tuple(logits.shape)}, but there are {len(self._rows)} rows, "
+                f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
+            )
         steered = logits
         for places in self._parts():
             factors = self._log_factors([self._rows[place] for place in places]).to(logits)
@@ -151,11 +157,12 @@ class Steering:
         sizes = [len(rows), *(each.shape[0] * each.shape[1] for each in weighted)]
         probability, *joints = torch.split(self.hmm.emission.predict(stacked), sizes)
         total: Tensor | None = None
-        for (lookahead, asked), joint in zip(groups.items(), joints, strict=True):
+        for (lookahead, asked), joint, each in zip(groups.items(), joints, weighted, strict=True):
             shaped = joint.view(len(asked.places), -1, joint.shape[-1])
             whole = asked.places == list(range(len(rows)))
             own = probability if whole else probability[asked.places]
-            factors = asked.transformed(lookahead.log_eap(shaped, own, torch.stack(asked.past)))
+            log_eap = lookahead.log_eap(shaped, own, each.sum(-1), torch.stack(asked.past))
+            factors = asked.transformed(log_eap)
             if whole and total is None:
                 total = factors  # one attribute for all: nothing to add up
             else:
