@@ -50,19 +50,14 @@ class Data:
         """Tokenize texts as they are fitted."""
         return tokenize(texts, self.tokenizer)
 
-    def fit(self, texts: list[str], scores: list[float], config: FitConfig) -> Attribute:
-        """Fit an attribute."""
-        windows = self.windows(texts)
-        return self.fit_windows(windows, scores, config)
-
-    def fit_windows(
+    def fit(
         self,
         windows: Windows,
         scores: list[float],
         config: FitConfig,
         validation: tuple[Texts, list[float]] | None = None,
     ) -> Attribute:
-        """Fit an attribute to what is tokenized already."""
+        """Fit an attribute to texts in windows."""
         return Attribute.fit(
             windows.token_ids,
             [scores[text] for text in windows.texts],
@@ -103,10 +98,10 @@ def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
         "mixture of 4": FitConfig(terms=4),
     }
     validation = held_out.token_ids, [1 - test[text]["toxicity"] for text in held_out.texts]
-    data.fit_windows(windows, scores, configs["log-MSE"], validation)  # imports scikit-learn
+    data.fit(windows, scores, configs["log-MSE"], validation)  # imports scikit-learn
     for name, config in list(configs.items())[: 2 if quick else 3]:
         start = perf_counter()
-        fitted[name] = data.fit_windows(windows, scores, config, validation)
+        fitted[name] = data.fit(windows, scores, config, validation)
         taken = perf_counter() - start
         goal = {"log-MSE": 1.0, "cross-entropy": 3.0}.get(name)
         report.add(f"nontoxic, {name}: time to fit", taken, "s", at_most=goal)
@@ -115,33 +110,36 @@ def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
         report.add(f"nontoxic, {name}: AUC", ranks[name], "", at_least=least)
         facts = fitted[name].config.fit
         report.add(f"nontoxic, {name}: tokens with weight", facts["tokens_with_weight"], "")
-    _linear_yardsticks(data, report, train, test, nontoxic, quick=quick)
+    _logistic(data, report, windows, np.array(scores), held_out, nontoxic)
+    if not quick:
+        _ridge(report, train, test, nontoxic)
     return fitted["cross-entropy"]
 
 
-def _linear_yardsticks(
+def _logistic(
     data: Data,
     report: Report,
-    train: Rows,
-    test: Rows,
+    windows: Windows,
+    scores: NDArray[np.float64],
+    held_out: Windows,
     nontoxic: NDArray[np.bool_],
-    *,
-    quick: bool,
 ) -> None:
-    """Say what linear models reach that no HMM can sum over: with a bias, and either sign."""
-    toxicity = np.array([row["toxicity"] for row in train])
-    texts, others = [row["text"] for row in train], [row["text"] for row in test]
-    windows = data.windows(texts)
-    counts = token_counts(windows.token_ids, data.vocab_size)
-    logistic = LogisticRegression(solver="liblinear").fit(counts, toxicity[windows.texts] <= 0.5)
-    held_out = token_counts(data.windows(others).token_ids, data.vocab_size)  # one window each
-    rank = roc_auc_score(nontoxic, logistic.decision_function(held_out))
+    """Say what a linear model of the same counts reaches, with a bias, and either sign."""
+    counts, others = (
+        token_counts(part.token_ids, data.vocab_size) for part in (windows, held_out)
+    )  # the held-out texts are of one window each
+    model = LogisticRegression(solver="liblinear").fit(counts, scores[windows.texts] >= 0.5)
+    rank = roc_auc_score(nontoxic, model.decision_function(others))
     report.add("nontoxic, logistic regression on the same counts: AUC", rank, "")
-    if quick:
-        return
+
+
+def _ridge(report: Report, train: Rows, test: Rows, nontoxic: NDArray[np.bool_]) -> None:
+    """Say what a linear model of pieces of words reaches, which no HMM can sum over."""
     pieces = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True, min_df=3)
-    ridge = Ridge(alpha=1.0).fit(pieces.fit_transform(texts), toxicity)
-    rank = roc_auc_score(nontoxic, -ridge.predict(pieces.transform(others)))
+    vectors = pieces.fit_transform([row["text"] for row in train])
+    ridge = Ridge(alpha=1.0).fit(vectors, [row["toxicity"] for row in train])
+    predicted = ridge.predict(pieces.transform([row["text"] for row in test]))
+    rank = roc_auc_score(nontoxic, -predicted)
     report.add("nontoxic, ridge on TF-IDF of pieces of words: AUC", rank, "")
 
 
@@ -195,7 +193,7 @@ def _politics(data: Data, report: Report) -> None:
     articles = data.rows("politics/bbc_transfer")
     texts = [f"{row['headline']}. {row['description']}" for row in train]
     scores = [float(row["category"] == "POLITICS") for row in train]
-    political = data.fit(texts, scores, FitConfig(by_absence=True))
+    political = data.fit(data.windows(texts), scores, FitConfig(by_absence=True))
     later = data.windows([f"{row['headline']}. {row['description']}" for row in test])
     truth = [row["category"] == "POLITICS" for row in test]
     rank = roc_auc_score(truth, data.probabilities(political, later))

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Logi
 
 from foretrace import HMM, Attribute
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.hmm import DenseEmission, SparseEmission
 from foretrace.lookahead import Goal, Lookahead
 from harness import Report, options, seconds
+from inference import dense_hmm, sparse_emission
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
@@ -39,9 +39,9 @@ def main() -> None:
         config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
         large: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
         large.eval()
-        hmm = random_hmm(4096, config.vocab_size, density=0.01)
-        table = hmm.emission.rows(torch.arange(hmm.vocab_size))
-        dense = HMM(hmm.initial, hmm.transition, DenseEmission(table))
+        dense = dense_hmm(config.vocab_size)
+        emission = sparse_emission(config.vocab_size, density=0.01)
+        hmm = HMM(dense.initial, dense.transition, emission)
         for batch in (1, 8):
             name = "GPT-2 large, 4,096 states"
             _compare(name, large, hmm, batch, given.quick, report, goal=1.04)
@@ -49,26 +49,6 @@ def main() -> None:
         _table("4,096 states", hmm, report, goal=0.5)
         _table("4,096 states, naive", dense, report, goal=None)
     report.publish(given.json)
-
-
-def random_hmm(states: int, vocab: int, *, density: float) -> HMM:
-    """Draw an HMM whose emission stores a share of its entries, as distilled ones do."""
-    random = torch.Generator().manual_seed(0)
-    each = int(density * states)
-    chosen = torch.rand(vocab, states, generator=random).topk(each, dim=1).indices.sort(1).values
-    values = torch.rand(vocab, each, generator=random)
-    total = torch.zeros(states).index_add_(0, chosen.flatten(), values.flatten())
-    values = 0.999 * values / total[chosen]
-    emission = SparseEmission(
-        torch.arange(0, vocab * each + 1, each),
-        chosen.flatten(),
-        values.flatten(),
-        torch.full((vocab,), 1 / vocab),
-        torch.full((states,), 0.001),
-    )
-    transition = torch.rand(states, states, generator=random) ** 8
-    transition /= transition.sum(1, keepdim=True)
-    return HMM(torch.full((states,), 1 / states), transition, emission)
 
 
 def _goal(hmm: HMM) -> Goal:

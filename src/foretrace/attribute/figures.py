@@ -25,11 +25,10 @@ def ranking(probabilities: Array, scores: Array) -> float | None:
 
 
 def figures(probabilities: Array, scores: Array, targets: Array) -> dict[str, Any]:
-    """Tell how the probabilities rank the scores, and how close they are to the targets."""
+    """Tell how close the probabilities are to the targets, and how all three are spread."""
     bins = calibration(probabilities, targets)
     off = sum(part["texts"] * abs(part["predicted"] - part["target"]) for part in bins)
     return {
-        "auc": ranking(probabilities, scores),
         "calibration_error": off / len(scores),
         "calibration": bins,
         "histograms": {

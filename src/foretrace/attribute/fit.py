@@ -176,7 +176,7 @@ def fit_terms(
     candidates = [_fit_under(transform, examples, held_out, config) for transform in choices]
     best = candidates[0]
     for other in candidates[1:]:
-        if other.rank > best.rank + LEAST_GAIN:
+        if (other.auc or 0.0) > (best.auc or 0.0) + LEAST_GAIN:
             best = other
     facts = {
         **asdict(config),
@@ -187,6 +187,7 @@ def fit_terms(
         "held_out_texts": held_out.texts,
         "held_out_windows": len(held_out),
         "tokens_with_weight": len(best.terms.tokens),
+        "auc": best.auc,
         **figures(best.predicted, held_out.scores, _targets(held_out, best.transform, config)),
     }
     return best.terms, facts
@@ -198,7 +199,7 @@ class _Candidate(NamedTuple):
     transform: LogitAffine
     terms: Terms
     predicted: Array  # probabilities of the held-out texts
-    rank: float  # their AUC
+    auc: float | None
 
 
 def _fit_under(
@@ -211,7 +212,7 @@ def _fit_under(
     counts = held_out.counts[:, terms.tokens.numpy()]
     sums = torch.from_numpy(counts @ terms.log_weights.double().numpy().T)
     predicted = terms.probability(sums).numpy()
-    return _Candidate(transform, terms, predicted, ranking(predicted, held_out.scores) or 0.0)
+    return _Candidate(transform, terms, predicted, ranking(predicted, held_out.scores))
 
 
 def _targets(examples: Examples, transform: LogitAffine, config: FitConfig) -> Array:

@@ -54,11 +54,6 @@ class Terms:
         kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
         return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
-        return self.coefficients.nbytes + self.tokens.nbytes + self.log_weights.nbytes
-
     def negated(self) -> Self:
         """Give 1 - p."""
         return self.one()._plus(self, -1.0)

@@ -31,6 +31,7 @@ def show(
 ) -> None:
     """Print what an attribute is, how well it does, and which tokens decide it."""
     from foretrace.attribute import Attribute
+    from foretrace.attribute.plot import draw
     from foretrace.vocabulary import fingerprint
 
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -38,15 +39,7 @@ def show(
     attribute = Attribute.load(file, tokenizer_fingerprint=expected)
     describe(attribute, loaded, tokens)
     if plot is not None:
-        draw_fit(file, plot)
-
-
-def draw_fit(file: Path, plot: Path) -> None:
-    """Draw how an attribute was fitted."""
-    from foretrace.attribute import Attribute
-    from foretrace.attribute.plot import draw
-
-    draw(Attribute.load(file), plot)
+        draw(attribute, plot)
 
 
 def describe(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli.attribute import describe, draw_fit
+from foretrace.cli.attribute import describe
 from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
 from foretrace.cli.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from foretrace.attribute import FitConfig
+    from foretrace.attribute import Attribute, FitConfig
     from foretrace.evaluate import Judge
 
 EPILOG = (
@@ -65,6 +65,7 @@ def fit(
     """Fit an attribute to scored texts, in about a second."""
     from foretrace import _tables
     from foretrace.attribute import FitConfig, LogitAffine
+    from foretrace.attribute.plot import draw
     from foretrace.evaluate import load_judge
 
     _require_fitting_options(
@@ -99,9 +100,10 @@ def fit(
         source |= {"judge": judge, "label": label, "judge_failed": total - len(texts)}
     if invert:
         scores = [1 - value for value in scores]
-    fitting.one(texts, scores, name or out.stem, out, {**source, "inverted": invert})
+    source["inverted"] = invert
+    attribute = fitting.one(texts, scores, name or out.stem, out, source)
     if plot is not None:
-        draw_fit(out, plot)
+        draw(attribute, plot)
 
 
 def _require_fitting_options(
@@ -135,7 +137,7 @@ class _Fitting:
 
     def one(
         self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]
-    ) -> None:
+    ) -> "Attribute":
         """Fit one attribute to scores."""
         from foretrace.attribute import Attribute, tokenize
 
@@ -154,6 +156,7 @@ class _Fitting:
         describe(attribute, self.tokenizer)
         size = out.stat().st_size / 1000
         typer.echo(f"fitted in {taken:.1f} s, written to {out} ({size:.1f} kB)")
+        return attribute
 
     def each(self, texts: list[str], labels: list[str], out: Path, source: dict[str, Any]) -> None:
         """Fit one attribute for every label, and put them into a store."""

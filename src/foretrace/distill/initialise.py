@@ -109,7 +109,9 @@ class Latents:
 
         def find_basis(_number: int, path: Path) -> None:
             rows = self._rows(*self.pieces[0])  # one file has places enough
-            found = Basis.of(reader(rows)[:, 1:][self._text(rows)], self.config.dimensions)
+            found = Basis.of(
+                reader(rows)[:, 1:][before_end(rows, self.eos)], self.config.dimensions
+            )
             _io.write_tensors(path, {"mean": found.mean, "axes": found.axes}, {})
 
         share([self.basis], find_basis, until=until)
@@ -131,15 +133,12 @@ class Latents:
         mine = order[piece * FILE_ROWS : (piece + 1) * FILE_ROWS]
         return self.corpus.read(part.shard).long()[torch.from_numpy(mine)]
 
-    def _text(self, tokens: Tensor) -> Tensor:
-        return (tokens == self.eos).cumsum(1) == 0
-
     def blocks(self) -> Iterator[Block]:
         """Go through the files."""
         for path in self.paths:
             tensors, _ = _io.read_tensors(path)
             tokens, hidden = tensors["tokens"], tensors["hidden"].float()
-            text = self._text(tokens)
+            text = before_end(tokens, self.eos)
             yield Block(tokens, text, vectors(hidden, text, self.config.persistence))
 
     def cluster(self, observe: Observer | None = None) -> Tensor:
@@ -197,6 +196,11 @@ class Latents:
             source_model=manifest.source_model,
         )
         return HMM(initial, transition, emission, config)
+
+
+def before_end(tokens: Tensor, eos_token_id: int) -> Tensor:
+    """Mark where text is in (n, T) rows: all before the first end of text."""
+    return (tokens == eos_token_id).cumsum(1) == 0
 
 
 def vectors(hidden: Tensor, text: Tensor, persistence: float) -> Tensor:

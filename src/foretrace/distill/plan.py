@@ -11,13 +11,12 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.distill import clusters
-from foretrace.distill.baselines import real_tokens
 from foretrace.distill.basis import Basis
 from foretrace.distill.config import DistillConfig
 from foretrace.distill.costs import Costs, nearest_existing
 from foretrace.distill.counts import Counts
 from foretrace.distill.expectation import BatchCounts, Expectation
-from foretrace.distill.initialise import FILE_ROWS, vectors
+from foretrace.distill.initialise import FILE_ROWS, before_end, vectors
 from foretrace.distill.lm import LMConfig
 from foretrace.distill.sample import Beginnings
 from foretrace.distill.settings import DTYPES
@@ -106,7 +105,7 @@ def _latent(
     began = perf_counter()
     hidden = read(few)
     reading = (perf_counter() - began) / len(few) * config.read_rows
-    text = real_tokens(few, eos) & (few != eos)
+    text = before_end(few, eos)
     basis = Basis.of(hidden[:, 1:][text], config.latent.dimensions)
     places = vectors(basis(hidden), text, config.latent.persistence)
     passes = config.latent.iterations + 1  # one more to count

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as _pad
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.errors import InvalidInputError
@@ -63,13 +63,13 @@ class Steering:
             if row is None:
                 row = _Row(request, text)
                 before = known.get((id(request), text[:-1])) if text else None
-                if before is not None:
+                if request.goals and before is not None:
                     moved.append((before, row))
                 elif request.goals:
                     new.append(row)
             rows.append(row)
         self._rows = rows
-        self._advance([(before, row) for before, row in moved if row.request.goals])
+        self._advance(moved)
         self._filter(new)
 
     def _advance(self, moved: list[tuple[_Row, _Row]]) -> None:
@@ -123,7 +123,7 @@ class Steering:
         steered = logits
         for places in self._parts():
             factors = self._log_factors([self._rows[place] for place in places]).to(logits)
-            factors = _pad(factors, (0, logits.shape[1] - factors.shape[1]), value=-torch.inf)
+            factors = pad(factors, (0, logits.shape[1] - factors.shape[1]), value=-torch.inf)
             if len(places) == len(logits):
                 return logits + factors
             steered = steered.index_add(0, torch.tensor(places, device=logits.device), factors)
