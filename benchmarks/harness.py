@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 from rich.console import Console
@@ -84,3 +85,23 @@ def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
             if turn:  # the first turn warms up
                 taken.append(perf_counter() - start)
     return [min(taken) for taken in times]
+
+
+def paired(
+    base: Callable[[], object], other: Callable[[], object], pairs: int
+) -> tuple[float, float]:
+    """Time two functions by turns, in changing order: the base's seconds, and other / base.
+
+    Both are medians over the pairs, so that a burst of somebody else's work does not count.
+    """
+    bases, ratios = [], []
+    for turn in range(pairs + 1):
+        times = {}
+        for function in (base, other) if turn % 2 else (other, base):
+            start = perf_counter()
+            function()
+            times[function] = perf_counter() - start
+        if turn:  # the first turn warms up
+            bases.append(times[base])
+            ratios.append(times[other] / times[base])
+    return median(bases), median(ratios)

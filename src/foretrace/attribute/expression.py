@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Protocol, Self, TypeVar
 
@@ -56,9 +57,9 @@ class Expression:
         """Combine the attributes of these names."""
         missing = [name for name in self.names if name not in attributes]
         if missing:
-            raise InvalidInputError(
-                f"There is no attribute called {', '.join(missing)}. Check the spelling, or fit it."
-            )
+            like = get_close_matches(missing[0], attributes, n=1)
+            hint = f"Did you mean {like[0]}?" if like else "Check the spelling, or fit it."
+            raise InvalidInputError(f"There is no attribute called {', '.join(missing)}. {hint}")
         known = {name: attributes[name] for name in self.names}
         stack: list[Kind] = []
         for step in self.steps:

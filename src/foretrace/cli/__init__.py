@@ -5,7 +5,7 @@ import sys
 import typer
 
 from foretrace import __version__
-from foretrace.cli import attribute, distill, em, fit, hmm
+from foretrace.cli import attribute, distill, em, explain, fit, generate, hmm
 from foretrace.errors import ForetraceError
 
 app = typer.Typer(
@@ -17,6 +17,8 @@ app = typer.Typer(
 app.command(epilog=distill.EPILOG)(distill.distill)
 app.command(epilog=em.EPILOG)(em.em)
 app.command(epilog=fit.EPILOG)(fit.fit)
+app.command(epilog=generate.EPILOG)(generate.generate)
+app.command(epilog=explain.EPILOG)(explain.explain)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
 

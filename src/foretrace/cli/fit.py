@@ -11,7 +11,7 @@ import typer
 from foretrace.cli.attribute import describe
 from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
-from foretrace.cli.tokenizer import load_tokenizer
+from foretrace.cli.lm import load_tokenizer
 
 if TYPE_CHECKING:
     from foretrace.attribute import Attribute, FitConfig

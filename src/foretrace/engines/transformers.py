@@ -89,13 +89,46 @@ def generate(
     """Write continuations of the prompts, steered: their texts, without the prompts.
 
     Options go to `model.generate`. Sampling is on, without transformers' own top-k of 50, unless
-    they say otherwise.
+    they say otherwise. An empty prompt begins a text.
     """
-    goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
-    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left").to(
-        model.device
+    encoded = encode_prompts(tokenizer, prompts, goal)
+    written = generate_tokens(
+        model, tokenizer, encoded, goal=goal, max_new_tokens=max_new_tokens, **options
     )
-    mask = inputs["attention_mask"]
+    texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+    return texts
+
+
+def encode_prompts(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    goal: Goal | Goals | None = None,
+) -> list[list[int]]:
+    """Turn prompts into token ids; what would have none begins a text, as the HMM knows it."""
+    beginning = [*_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
+    start = next(([token] for token in beginning if token is not None), [])
+    encoded = [ids or start for ids in tokenizer(list(prompts)).input_ids]
+    if not all(encoded):
+        raise InvalidInputError(
+            "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
+        )
+    return encoded
+
+
+def generate_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    *,
+    goal: Goal | Goals | None = None,
+    max_new_tokens: int = 20,
+    **options: Any,
+) -> list[list[int]]:
+    """Write continuations of token ids as `generate` does: the new ids, with an end of text."""
+    goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
+    ends = _listed(options.pop("eos_token_id", None)) or stop_tokens(model, goal)
+    filler = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
+    ids, mask = _padded(prompts, filler)
     processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens)
     if processor.steering is not None:
         require_same_fingerprint(
@@ -103,14 +136,47 @@ def generate(
             processor.steering.hmm.config.tokenizer_fingerprint,
             fingerprint(tokenizer.get_vocab()),
         )
-    settings = {"do_sample": True, "pad_token_id": tokenizer.pad_token_id} | options
+    processors = [processor, *options.pop("logits_processor", [])]
+    settings = {"do_sample": True, "pad_token_id": filler, "eos_token_id": ends or None} | options
     if settings["do_sample"]:
         settings.setdefault("top_k", 0)
-    written = model.generate(  # type: ignore[operator]
-        **inputs,
+    written: Tensor = model.generate(  # type: ignore[operator]
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,
-        logits_processor=LogitsProcessorList([processor]),
+        logits_processor=LogitsProcessorList(processors),
         **settings,
     )
-    texts: list[str] = tokenizer.batch_decode(written[:, mask.shape[1] :], skip_special_tokens=True)
-    return texts
+    return [_to_the_end(row, ends) for row in written[:, mask.shape[1] :].tolist()]
+
+
+def stop_tokens(model: "PreTrainedModel", goal: Goal | Goals | None) -> list[int]:
+    """Give the tokens that end a text: the model's own, and those of the goals' HMM."""
+    return list(dict.fromkeys([*_listed(model.generation_config.eos_token_id), *_ends(goal)]))
+
+
+def _listed(tokens: int | list[int] | None) -> list[int]:
+    return [tokens] if isinstance(tokens, int) else list(tokens or [])
+
+
+def _ends(goal: Goal | Goals | None) -> tuple[int, ...]:
+    """Find what ends texts for the HMM of some goals; nothing if there are none."""
+    goals = [goal] if isinstance(goal, Goal) else goal or []
+    for each in goals:
+        for one in [each] if isinstance(each, Goal) else each:
+            return one.lookahead.hmm.config.eos_token_ids
+    return ()
+
+
+def _padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+    """Pad on the left: ids and mask, (n, longest). Not every tokenizer has a token for it."""
+    longest = max(map(len, prompts))
+    rows = [[filler] * (longest - len(ids)) + list(ids) for ids in prompts]
+    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+    return torch.tensor(rows), torch.tensor(masks)
+
+
+def _to_the_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Cut off what fills a row after its end of text."""
+    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]

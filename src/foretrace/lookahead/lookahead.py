@@ -114,17 +114,18 @@ class Lookahead:
         that no state emits; past, (n, K), are sums of log-weights of what is written, in float64.
         """
         least = inference.IMPOSSIBLE
-        ratio = (joint + least * average.unsqueeze(-1)) / (probability + least).unsqueeze(1)
+        ratio = torch.add(joint, average.unsqueeze(-1), alpha=least)
+        ratio.div_((probability + least).unsqueeze(1))
         ratio[..., self.tokens] *= self.weights
         coefficients = self.terms.coefficients
         if not self.terms.signed:
             # The past may be smaller than any float32: its size is put aside as a logarithm.
-            size = past.max(-1, keepdim=True).values.clamp_min(-1e30)
+            size = past.max(-1, keepdim=True).values.clamp(-1e30, 0.0)
             eap = _combined(coefficients * (past - size).exp(), ratio)
-            return eap.clamp_min_(least).log_().add_(size.to(eap)).clamp_max_(0.0)
+            return eap.clamp_(least, 1.0).log_().add_(size.to(eap))
         lost = _combined(coefficients * past.exp(), ratio)
         eap = self._so_far(past, lost).sub_(lost)
-        return eap.clamp_min_(least).log_().clamp_max_(0.0)
+        return eap.clamp_(least, 1.0).log_()
 
     def _so_far(self, past: Tensor, like: Tensor) -> Tensor:
         """Give the probability of the attribute if the text ended with the next token: (n, V)."""

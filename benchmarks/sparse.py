@@ -1,0 +1,111 @@
+"""How far a sparse emission takes steering from the dense, exact one: after 200 real prompts.
+
+Set FORETRACE_DATA to a folder with `detox` (JSON Lines under xz), and FORETRACE_HMM to a dense HMM
+of SmolLM2, as `foretrace distill` makes it; else that of `examples/` is taken, made dense again.
+"""
+
+import json
+import lzma
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foretrace import HMM, Attribute
+from foretrace.attribute import tokenize
+from foretrace.lookahead import Goal, Lookahead, Request, Steering
+from harness import Report, options
+from smollm2 import find_smollm2
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
+PROMPTS, REMAINING = 200, 20
+TRANSFORMS = ((1.0, 0.0), (10.0, -10.0))  # strength and shift
+TOLERANCES = (1e-4, 1e-3, 1e-2)
+
+
+def main() -> None:
+    """Compare next-token distributions, steered with each."""
+    given = options(__doc__)
+    data = Path(os.environ["FORETRACE_DATA"]) / "detox"
+    report = Report("Steered next-token distributions after real prompts: sparse against dense")
+    tokenizer: Any = AutoTokenizer.from_pretrained(find_smollm2())
+    lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
+    rows = _read(data / "test_prompts_nontoxic.jsonl.xz")[
+        : PROMPTS // 4 if given.quick else PROMPTS
+    ]
+    prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
+    dense = _dense()
+    attribute = _nontoxic(data, tokenizer, dense.vocab_size)
+    logits = _logits(lm, prompts)
+    bare = logits.double().softmax(-1)
+    exact = {each: _steered(dense, attribute, each, prompts, logits) for each in TRANSFORMS}
+    for transform, steered in exact.items():
+        report.add(f"{_named(transform)}: from bare, mean", _apart(bare, steered)[0], "TV")
+    for tolerance in TOLERANCES[1:2] if given.quick else TOLERANCES:
+        sparse = dense.sparsify(tolerance)
+        name = f"tolerance {tolerance:g}"
+        report.add(f"{name}: size", sparse.nbytes / dense.nbytes, "of dense")
+        for transform, steered in exact.items():
+            mean, most = _apart(steered, _steered(sparse, attribute, transform, prompts, logits))
+            report.add(f"{name}, {_named(transform)}: mean", mean, "TV")
+            report.add(
+                f"{name}, {_named(transform)}: most", most, "TV", at_most=(tolerance / 2) ** 0.5
+            )
+    report.publish(given.json)
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    with lzma.open(file, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _dense() -> HMM:
+    hmm = HMM.from_pretrained(os.environ.get("FORETRACE_HMM", EXAMPLE))
+    whole = hmm.emission.rows(torch.arange(hmm.vocab_size)).float()
+    return HMM(hmm.initial, hmm.transition, whole / whole.sum(0), hmm.config)
+
+
+def _nontoxic(data: Path, tokenizer: Any, vocab_size: int) -> Attribute:
+    rows = _read(data / "train.jsonl.xz")
+    windows = tokenize([row["text"] for row in rows], tokenizer)
+    scores = [1 - rows[text]["toxicity"] for text in windows.texts]
+    return Attribute.fit(windows.token_ids, scores, vocab_size=vocab_size, groups=windows.texts)
+
+
+@torch.inference_mode()
+def _logits(lm: Any, prompts: list[list[int]]) -> Tensor:
+    return torch.cat([lm(torch.tensor([ids]), logits_to_keep=1).logits[:, -1] for ids in prompts])
+
+
+def _steered(
+    hmm: HMM,
+    attribute: Attribute,
+    transform: tuple[float, float],
+    prompts: list[list[int]],
+    logits: Tensor,
+) -> Tensor:
+    goal = Goal(Lookahead(hmm, attribute), *transform)
+    steering = Steering(hmm)
+    requests = [Request((goal,), tuple(ids), REMAINING + 1) for ids in prompts]
+    steering.step(requests, [[] for _ in prompts])
+    return steering.reweight(logits).double().softmax(-1)
+
+
+def _apart(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Give the total variation, mean and most."""
+    distance = (one - other).abs().sum(-1) / 2
+    return float(distance.mean()), float(distance.max())
+
+
+def _named(transform: tuple[float, float]) -> str:
+    return "strength {:g}, shift {:g}".format(*transform)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`foretrace explain`: why each token of a text, as a table and as a page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretrace.cli import goal as goals_of
+from foretrace.cli.lm import load_lm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from foretrace.engines.explain import Candidate, Choice
+
+EPILOG = (
+    "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic --strength 2 "
+    "--prompt 'The other driver said' --html why.html"
+)
+
+
+def explain(
+    model: goals_of.Model,
+    hmm: goals_of.HMMSource,
+    goal: goals_of.Expressions,
+    prompt: Annotated[str, typer.Option(help="What the text continues.")] = "",
+    text: Annotated[
+        str | None, typer.Option(help="The finished text after the prompt; else one is written.")
+    ] = None,
+    attributes: goals_of.Attributes = Path(),
+    strength: goals_of.Strengths = [1.0],  # noqa: B006  typer copies it
+    shift: goals_of.Shifts = [0.0],  # noqa: B006
+    candidates: Annotated[int, typer.Option(min=1, help="How many to show at each place.")] = 5,
+    html: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
+    max_new_tokens: goals_of.MaxNewTokens = 40,
+    horizon: goals_of.Horizon = 64,
+    temperature: goals_of.Temperature = 1.0,
+    top_p: goals_of.TopP = 1.0,
+    seed: goals_of.Seed = 0,
+    device: goals_of.Device = "auto",
+    dtype: goals_of.Dtype = "auto",
+) -> None:
+    """Show why each token: the LM's probability, the EAP, and the steered probability."""
+    import torch
+
+    from foretrace.cli.page import write_page
+    from foretrace.engines.explain import explain as account
+    from foretrace.engines.transformers import encode_prompts, generate_tokens
+    from foretrace.hmm import HMM
+
+    lm, tokenizer = load_lm(model, dtype, device)
+    known = HMM.from_pretrained(hmm).to(lm.device)
+    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon)
+    (given,) = encode_prompts(tokenizer, [prompt], goals)
+    if text is None:
+        torch.manual_seed(seed)
+        options = goals_of.sampling(temperature, top_p)
+        (written,) = generate_tokens(
+            lm, tokenizer, [given], goal=goals, max_new_tokens=max_new_tokens, **options
+        )
+    else:
+        written = tokenizer(text, add_special_tokens=False).input_ids
+    choices = account(
+        lm,
+        given,
+        written,
+        goals,
+        max_new_tokens=max_new_tokens if text is None else None,
+        candidates=candidates,
+    )
+    _print(choices, tokenizer, goal)
+    if html is not None:
+        write_page(html, choices, tokenizer, prompt, goal, strength, shift)
+        typer.echo(f"written to {html}")
+
+
+def _print(
+    choices: "Sequence[Choice]", tokenizer: "PreTrainedTokenizerBase", goals: Sequence[str]
+) -> None:
+    """Print a section for each place: what was written, and what else might have been."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text  # tokens and goals may look like markup
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered"):
+        table.add_column(Text(name), justify="left" if name in ("", "token") else "right")
+    for choice in choices:
+        for each in choice.candidates:
+            chosen = each is choice.written
+            cells = [">" if chosen else "", repr(tokenizer.decode([each.token])), *_figures(each)]
+            table.add_row(*map(Text, cells), style="bold" if chosen else "dim")
+        table.add_section()
+    Console().print(table)
+
+
+def _figures(candidate: "Candidate") -> list[str]:
+    return [f"{each:.4f}" for each in (candidate.lm, *candidate.eap, candidate.steered)]

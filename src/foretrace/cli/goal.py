@@ -1,0 +1,70 @@
+"""What verbs that steer have in common: the goals, and how to write."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from foretrace.hmm import HMM
+    from foretrace.lookahead import Goal
+
+Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
+HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
+Expressions = Annotated[
+    list[str],
+    typer.Option(
+        "--goal", help="Attributes joined by & | ~, as 'nontoxic & ~formal'; several multiply."
+    ),
+]
+Attributes = Annotated[Path, typer.Option(help="The folder of the attributes' files.")]
+Strengths = Annotated[
+    list[float], typer.Option("--strength", help="How strongly: for all goals, or for each.")
+]
+Shifts = Annotated[list[float], typer.Option("--shift", help="Added to a goal's logit; as above.")]
+Horizon = Annotated[int, typer.Option(help="How many tokens to look ahead at most.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Sample from this much of the probability.")]
+Seed = Annotated[int, typer.Option(help="The same seed writes the same text.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+Dtype = Annotated[str, typer.Option(help="Of the language model: float32, bfloat16, or auto.")]
+
+
+def load_goals(
+    hmm: "HMM",
+    folder: Path,
+    expressions: list[str],
+    strengths: list[float],
+    shifts: list[float],
+    horizon: int,
+) -> "list[Goal]":
+    """Build the goals that were asked for, each with its strength and shift."""
+    from foretrace.attribute import AttributeStore, parse
+    from foretrace.lookahead import Goal, Lookahead
+
+    store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
+    count = len(expressions)
+    return [
+        Goal(Lookahead(hmm, parse(text).build(store), horizon), strength, shift)
+        for text, strength, shift in zip(
+            expressions,
+            _for_each(strengths, count, "--strength"),
+            _for_each(shifts, count, "--shift"),
+            strict=True,
+        )
+    ]
+
+
+def _for_each(values: list[float], count: int, option: str) -> list[float]:
+    """Give every goal its own value; one is for all."""
+    if len(values) not in (1, count):
+        raise typer.BadParameter(f"{option} is given {len(values)} times, for {count} goals.")
+    return values if len(values) == count else values * count
+
+
+def sampling(temperature: float, top_p: float) -> dict[str, object]:
+    """Say to transformers how tokens are chosen."""
+    if temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p}

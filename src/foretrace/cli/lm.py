@@ -1,0 +1,53 @@
+"""Tokenizers and language models, by folder or hub id."""
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer, without its model."""
+    from foretrace.errors import InvalidInputError, reason
+
+    transformers = _transformers()
+    try:
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"The tokenizer '{source}' cannot be loaded ({reason(error)}). Give the folder or the "
+            f"hub id of the language model that is to be steered."
+        ) from error
+    return tokenizer
+
+
+def load_lm(
+    source: str, dtype: str, device: str
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a language model to write with, and its tokenizer."""
+    from foretrace.cli.device import choose_device
+    from foretrace.distill.source import load_both
+
+    transformers = _transformers()
+    transformers.utils.logging.disable_progress_bar()
+    place = choose_device(device)
+    tokenizer, model = load_both(
+        source,
+        transformers.AutoTokenizer,
+        lambda **options: transformers.AutoModelForCausalLM.from_pretrained(source, **options),
+        {"dtype": dtype},
+    )
+    return model.eval().to(place), tokenizer
+
+
+def _transformers() -> ModuleType:
+    from foretrace.errors import InvalidInputError
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidInputError(
+            "This needs transformers: pip install 'foretrace[transformers]'."
+        ) from error
+    return transformers

@@ -1,0 +1,81 @@
+"""Writing after prompts, steered or bare, and telling of it as it goes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foretrace.lookahead import Goal
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written after a prompt, and the probability of each goal's attribute in it."""
+
+    text: str
+    probability: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes after prompts, steered or bare, from the same seed."""
+
+    lm: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    goals: "list[Goal]"
+    options: dict[str, Any]
+
+    def write(
+        self,
+        prompts: Sequence[str],
+        seed: int,
+        *,
+        steered: bool = True,
+        show: Callable[[str], None] | None = None,
+    ) -> list[Written]:
+        """Write; `show` is told the text so far, of a single prompt."""
+        import torch
+
+        from foretrace.engines.transformers import encode_prompts, generate_tokens, stop_tokens
+
+        torch.manual_seed(seed)
+        streamer = _Stream(self.tokenizer, show) if show and len(prompts) == 1 else None
+        tokens = generate_tokens(
+            self.lm,
+            self.tokenizer,
+            encode_prompts(self.tokenizer, prompts, self.goals),
+            goal=self.goals if steered else None,
+            eos_token_id=stop_tokens(self.lm, self.goals),
+            streamer=streamer,
+            **self.options,
+        )
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        likely = [goal.lookahead.attribute.probability(tokens) for goal in self.goals]
+        return [
+            Written(text, tuple(float(each[row]) for each in likely))
+            for row, text in enumerate(texts)
+        ]
+
+
+class _Stream:
+    """Hears from transformers what is written, token by token, and tells the text so far."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", show: Callable[[str], None]) -> None:
+        self.tokenizer, self.show = tokenizer, show
+        self.tokens: list[int] | None = None  # until the prompt has come
+
+    def put(self, value: "Tensor") -> None:
+        """Take the prompt, then each next token."""
+        if self.tokens is None:
+            self.tokens = []
+            return
+        self.tokens += value.flatten().tolist()
+        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        if not text.endswith("�"):  # half of a character: the rest comes with the next token
+            self.show(text)
+
+    def end(self) -> None:
+        """Hear that it is over: the text is given as a whole anyway."""

@@ -1,0 +1,156 @@
+"""`foretrace generate` and `foretrace explain`, run as a user runs them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretrace import cli
+from foretrace.attribute import Attribute, AttributeStore
+from foretrace.hmm import HMM, HMMConfig
+from foretrace.vocabulary import fingerprint
+from tiny_lm import WORDS, word_tokenizer
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+
+@pytest.fixture(scope="module")
+def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The LM, an HMM of it, and the folder of `odd` and `low`, as options."""
+    folder = tmp_path_factory.mktemp("steered")
+    vocabulary = fingerprint(word_tokenizer().get_vocab())
+    hmm = HMM.random(8, len(WORDS), eos_token_id=0, seed=0)
+    config = HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=vocabulary)
+    HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(folder / "hmm")
+    store = AttributeStore(folder / "attributes")
+    number = torch.arange(len(WORDS)) - 1  # of the word; the first token ends texts
+    store.add(Attribute.from_weights((number % 2 == 1).float().clamp_min(1e-6), name="odd"))
+    store.add(Attribute.from_weights((number < 32).float().clamp_min(1e-6), name="low"))
+    return [str(tiny_lm), "--hmm", str(folder / "hmm"), "--attributes", str(store.folder)]
+
+
+def run(
+    verb: str,
+    *arguments: object,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, str, str]:
+    """Run in this process: importing transformers anew takes seconds."""
+    monkeypatch.setattr(sys, "argv", ["foretrace", verb, *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    printed = capsys.readouterr()
+    return int(stopped.value.code or 0), printed.out, printed.err
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in re.findall(r"w(\d+)", text)]
+
+
+def test_goals_compose_and_steer(
+    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--goal", "odd & ~low", "--prompt", "w1 w2", "--prompt", "", "--json", "--compare"]
+    code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    first, second = map(json.loads, out.splitlines())
+    assert first["prompt"] == "w1 w2"
+    for row in (first, second):
+        written = numbers(row["text"])
+        assert written
+        assert all(number % 2 == 1 for number in written)
+        assert max(written) >= 32
+        assert row["probability"][0] > 0.99
+        assert row["bare"]["probability"][0] < 0.01
+
+
+def test_a_batch_of_a_file_and_several_goals(
+    steered: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "prompts.txt").write_text("w1\nw2 w3 w4\n\nw5\n")
+    options = ["--goal", "odd", "--goal", "low", "--strength", 2, "--strength", 1, "--seed", 3]
+    options += ["--prompts", tmp_path / "prompts.txt", "--batch-size", 2, "--temperature", 0]
+    code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    texts = [line for line in out.splitlines() if line]
+    assert [text.split()[0] for text in texts] == ["w1", "w2", "w5"]
+    assert all(number % 2 == 1 and number < 32 for text in texts for number in numbers(text)[4:])
+    side = ["--prompts", tmp_path / "prompts.txt", "--goal", "odd", "--compare"]
+    code, out, _ = run("generate", *steered, *side, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    assert out.count("attribute probability 1.000") >= 3
+
+
+def test_what_is_streamed_is_what_is_written(steered: list[str]) -> None:
+    """In a process of its own, as a user runs it."""
+    command = [str(Path(sys.executable).with_name("foretrace")), "generate", *steered]
+    options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]
+    streamed, whole = (
+        subprocess.run([*command, *options, *more], capture_output=True, text=True, check=True)
+        for more in ([], ["--json"])
+    )
+    row = json.loads(whole.stdout)
+    assert streamed.stdout == f"{row['prompt']}{row['text']}\n\n"
+
+
+def test_explain_a_text_and_what_it_writes_itself(
+    steered: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = tmp_path / "why.html"
+    store = AttributeStore(steered[4])
+    store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="</script>"))
+    options = ["--goal", 'odd & "</script>"', "--goal", "low", "--candidates", 3, "--html", page]
+    text = ["--prompt", "w1 w2", "--text", "w3 w40 w5"]
+    code, out, _ = run("explain", *steered, *options, *text, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    assert "'w40'" in out
+    assert out.count("> ") == 3
+    html = page.read_text()
+    assert html.count('class="token"') == 3
+    assert html.count("</script>") == 1  # a name cannot end the page's own
+    assert not re.search(r"https?://", html)
+    code, out, _ = run(
+        "explain", *steered, *options[:2], "--prompt", "w1", capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert code == 0
+    assert out.count("> ") >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["--goal", "od", "--prompt", "w1"], 1, "Did you mean odd?"),
+        (["--goal", "odd &", "--prompt", "w1"], 1, "not an expression"),
+        (["--goal", "odd"], 2, "Give something to continue"),
+        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 1, "scale above 0"),
+        (
+            ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],
+            2,
+            "given 2 times, for 1 goals",
+        ),
+        (["--goal", "odd", "--prompts", "no.jsonl"], 1, "There is no file"),
+        (["--goal", "odd", "--prompt", "w1", "--dtype", "float3"], 1, "cannot be loaded"),
+    ],
+)
+def test_mistakes_are_told_in_words(
+    steered: list[str],
+    options: list[str],
+    code: int,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, _, error = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    assert expected in error
+    assert found == code

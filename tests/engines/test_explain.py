@@ -1,0 +1,68 @@
+"""Explanations: they tell what steering does, exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from transformers import AutoModelForCausalLM
+
+from foretrace.attribute import Attribute
+from foretrace.engines.explain import explain
+from foretrace.engines.transformers import SteeringProcessor
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead import Goal, Lookahead
+from tiny_lm import WORDS
+
+VOCAB = len(WORDS)
+PROMPT, WRITTEN, LIMIT = [3, 4], [5, 6, 7], 6
+
+
+@pytest.fixture(scope="module")
+def goals() -> list[Goal]:
+    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
+    weights = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    one, two = map(Attribute.from_weights, weights)
+    return [Goal(Lookahead(hmm, one, 8), 3.0, -1.0), Goal(Lookahead(hmm, ~two, 8))]
+
+
+def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> None:
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    choices = explain(lm, PROMPT, WRITTEN, goals, max_new_tokens=LIMIT, candidates=VOCAB)
+    mask = torch.ones(1, len(PROMPT))
+    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=LIMIT)
+    for place, choice in enumerate(choices):
+        ids = torch.tensor([[*PROMPT, *WRITTEN[:place]]])
+        with torch.inference_mode():
+            logits = lm(ids).logits[:, -1]
+        steered = processor(ids, logits).softmax(-1)[0]
+        lm_says = logits.softmax(-1)[0]
+        assert choice.written.token == WRITTEN[place]
+        assert [each.token for each in choice.candidates] == steered.argsort(
+            descending=True
+        ).tolist()
+        for each in choice.candidates:
+            assert each.steered == pytest.approx(float(steered[each.token]), abs=1e-6)
+            assert each.lm == pytest.approx(float(lm_says[each.token]), abs=1e-6)
+        means = [
+            sum(each.lm * each.eap[goal] for each in choice.candidates)
+            for goal in range(len(goals))
+        ]
+        assert choice.expected == pytest.approx(means, abs=1e-5)
+
+
+def test_after_the_prompt_it_is_the_lookaheads_own(tiny_lm: Path, goals: list[Goal]) -> None:
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    (choice, *_) = explain(lm, PROMPT, WRITTEN, goals, max_new_tokens=LIMIT)
+    eaps = [goal.lookahead.eap(torch.tensor(PROMPT), LIMIT - 1) for goal in goals]
+    for each in choice.candidates:
+        assert each.eap == pytest.approx([float(eap[each.token]) for eap in eaps], abs=1e-6)
+
+
+def test_nothing_to_explain_is_refused(goals: list[Goal]) -> None:
+    with pytest.raises(InvalidInputError, match="give a prompt"):
+        explain(None, PROMPT, [], goals)  # type: ignore[arg-type]

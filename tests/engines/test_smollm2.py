@@ -1,0 +1,109 @@
+"""Steering a real LM: the traps that published codes fall into, and what sparseness costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foretrace.attribute import Attribute
+from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
+from foretrace.hmm import HMM
+from foretrace.lookahead import Goal, Lookahead, Request, Steering
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["The weather in Paris", "She opened the door and", "My"]
+NEW, TOLERANCE = 12, 1e-3
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def lm(smollm2: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def hmm() -> HMM:
+    return HMM.from_pretrained(ROOT / "examples" / "smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def attribute(hmm: HMM) -> Attribute:
+    """A random one of 5,000 tokens; the commonest words are among them."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.ones(hmm.vocab_size)
+    weights[torch.randperm(hmm.vocab_size, generator=random)[:5000]] = 0.2
+    weights[200:400] = torch.rand(200, generator=random)
+    return Attribute.from_weights(weights)
+
+
+def write(lm: Any, tokenizer: Any, prompts: list[str], goals: Goals, **options: Any) -> Any:
+    encoded = encode_prompts(tokenizer, prompts)
+    settings = {"do_sample": False, "max_new_tokens": NEW} | options
+    return generate_tokens(lm, tokenizer, encoded, goal=goals, **settings)
+
+
+def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute) -> None:
+    """Padded on the left, with goals of their own or none; a second call; past the horizon."""
+    near, far = Lookahead(hmm, attribute, 4), Lookahead(hmm, ~attribute, 64)
+    own: list[list[Goal]] = [[Goal(near, 3.0)], [Goal(far), Goal(near)], []]
+    together = write(lm, tokenizer, PROMPTS, own)
+    assert together == write(lm, tokenizer, PROMPTS, own)
+    for prompt, goals, row in zip(PROMPTS, own, together, strict=True):
+        assert [row] == write(lm, tokenizer, [prompt], [goals])
+    bare = write(lm, tokenizer, PROMPTS, [])
+    assert together[2] == bare[2]
+    assert together[0] != bare[0]
+    assert together[1] != bare[1]
+
+
+def test_beams_keep_their_states(lm: Any, tokenizer: Any, hmm: HMM) -> None:
+    """Of the words of even numbers none is written, whichever beam they are on."""
+    odd = (torch.arange(hmm.vocab_size) % 2).float()
+    goal = Goal(Lookahead(hmm, Attribute.from_weights(odd), 64))
+    rows = write(lm, tokenizer, PROMPTS, [goal], num_beams=3, num_return_sequences=2)
+    assert len(rows) == 2 * len(PROMPTS)
+    assert all(token % 2 == 1 or token == 0 for row in rows for token in row)
+
+
+def test_sparse_is_within_its_promise_of_dense(
+    lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute
+) -> None:
+    """After 200 beginnings of real sentences: those of this project's own documentation."""
+    pages = [page.read_text("utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]
+    prose = [line.split() for page in pages for line in page.splitlines() if line[:1].isalpha()]
+    texts = [" ".join(words[:6]) for words in prose if len(words) > 6][:200]
+    assert len(texts) == 200
+    prompts = encode_prompts(tokenizer, texts)
+    with torch.inference_mode():
+        logits = torch.cat(
+            [lm(torch.tensor([ids]), logits_to_keep=1).logits[:, -1] for ids in prompts]
+        )
+    whole = hmm.emission.rows(torch.arange(hmm.vocab_size))
+    dense = HMM(hmm.initial, hmm.transition, whole / whole.sum(0), hmm.config)
+    sparse = dense.sparsify(TOLERANCE)
+    steered = [_steered(each, attribute, prompts, logits) for each in (dense, sparse)]
+    apart = (steered[0] - steered[1]).abs().sum(-1) / 2
+    promised = (TOLERANCE / 2) ** 0.5  # by Pinsker, of each state's own distribution
+    assert float(apart.mean()) < promised / 10
+    assert float((apart > promised).double().mean()) <= 0.01
+    moved = (steered[0] - logits.double().softmax(-1)).abs().sum(-1) / 2
+    assert float(moved.mean()) > 10 * float(apart.mean())
+
+
+def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: Tensor) -> Tensor:
+    goal = Goal(Lookahead(hmm, attribute, 64), strength=2.0)
+    steering = Steering(hmm)
+    steering.step([Request((goal,), tuple(ids), 20) for ids in prompts], [[] for _ in prompts])
+    return steering.reweight(logits).double().softmax(-1)
