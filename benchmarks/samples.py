@@ -88,7 +88,7 @@ def _write(folder: Path, prompts: Path, goal: list[str]) -> list[dict[str, Any]]
     hmm = ["--hmm", ROOT / "examples" / "smollm2-135m", "--attributes", folder]
     asked = [*goal, "--prompts", prompts, "--compare", "--json", *SETTINGS]
     written = _foretrace("generate", find_smollm2(), *hmm, *asked)
-    return [json.loads(line) for line in written.splitlines()]
+    return [json.loads(line) for line in written.split("\n") if line]
 
 
 def _bare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

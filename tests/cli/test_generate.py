@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 @pytest.fixture(scope="module")
 def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The LM, an HMM of it, and the folder of `odd` and `low`, as options."""
+    """The LM, an HMM of it, and the folder of `odd`, `low` and `always`, as options."""
     folder = tmp_path_factory.mktemp("steered")
     vocabulary = fingerprint(word_tokenizer().get_vocab())
     hmm = HMM.random(8, len(WORDS), eos_token_id=0, seed=0)
@@ -29,6 +29,7 @@ def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     store = AttributeStore(folder / "attributes")
     number = torch.arange(len(WORDS)) - 1  # of the word; the first token ends texts
     store.add(Attribute.from_weights((number % 2 == 1).float().clamp_min(1e-6), name="odd"))
+    store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="always"))
     store.add(Attribute.from_weights((number < 32).float().clamp_min(1e-6), name="low"))
     return [str(tiny_lm), "--hmm", str(folder / "hmm"), "--attributes", str(store.folder)]
 
@@ -98,6 +99,7 @@ def test_what_is_streamed_is_what_is_written(steered: list[str]) -> None:
         for more in ([], ["--json"])
     )
     row = json.loads(whole.stdout)
+    assert row["text"].startswith(" w")
     assert streamed.stdout == f"{row['prompt']}{row['text']}\n\n"
 
 
@@ -114,7 +116,7 @@ def test_explain_a_text_and_what_it_writes_itself(
     text = ["--prompt", "w1 w2", "--text", "w3 w40 w5"]
     code, out, _ = run("explain", *steered, *options, *text, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
-    assert "'w40'" in out
+    assert "' w40'" in out
     assert out.count("> ") == 3
     html = page.read_text()
     assert html.count('class="token"') == 3
@@ -133,6 +135,9 @@ def test_explain_a_text_and_what_it_writes_itself(
         (["--goal", "od", "--prompt", "w1"], 1, "Did you mean odd?"),
         (["--goal", "odd &", "--prompt", "w1"], 1, "not an expression"),
         (["--goal", "odd"], 2, "Give something to continue"),
+        (["--goal", "odd", "--prompt", "w1", "--column", "text"], 2, "--column is of --prompts"),
+        (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
+        (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
         (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 1, "scale above 0"),
         (
             ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],

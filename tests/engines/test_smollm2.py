@@ -80,10 +80,8 @@ def test_beams_keep_their_states(lm: Any, tokenizer: Any, hmm: HMM) -> None:
 def test_sparse_is_within_its_promise_of_dense(
     lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute
 ) -> None:
-    """After 200 beginnings of real sentences: those of this project's own documentation."""
-    pages = [page.read_text("utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]
-    prose = [line.split() for page in pages for line in page.splitlines() if line[:1].isalpha()]
-    texts = [" ".join(words[:6]) for words in prose if len(words) > 6][:200]
+    """After 200 beginnings of real sentences, from this project's documentation."""
+    texts = Path(__file__).with_name("beginnings.txt").read_text("utf-8").splitlines()
     assert len(texts) == 200
     prompts = encode_prompts(tokenizer, texts)
     with torch.inference_mode():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
-from foretrace.hmm import HMM, HMMConfig
+from foretrace.hmm import HMM, HMMConfig, inference
 from foretrace.lookahead import Lookahead
 from tiny import FORMS, TOKENS, all_texts, path_probabilities, tiny_hmm
 from tiny_attributes import WEIGHTS, attributes
@@ -76,12 +76,37 @@ def test_a_tiny_complement_keeps_its_digits() -> None:
     torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=0)
 
 
+def test_a_horizon_of_nothing_weighs_the_next_token_alone() -> None:
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()["one"], 0)
+    found = lookahead.eap(torch.tensor([1, 2]), remaining=3)
+    torch.testing.assert_close(found, WEIGHTS[0])
+
+
+@pytest.mark.parametrize("name", ["one", "not", "all"])
+def test_a_neutral_end_is_no_escape(name: str) -> None:
+    """It counts as the mean over what may come; other tokens count as before."""
+    attribute, prefix = attributes()[name], torch.tensor([1, 2])
+    hmm = tiny_hmm("dense")
+    known = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(eos_token_ids=(TOKENS - 1,)))
+    plain, neutral = (Lookahead(known, attribute, 5, neutral_end=each) for each in (False, True))
+    before, after = (each.eap(prefix, 3) for each in (plain, neutral))
+    torch.testing.assert_close(after[:-1], before[:-1])
+    *_, filtered = inference.scan(known, prefix[None])
+    ahead = plain.ahead(torch.tensor([3]))
+    products = 1 - ahead if plain.terms.signed else ahead
+    mean = (filtered.predicted[:, None] * products).sum(-1) @ plain.terms.coefficients
+    torch.testing.assert_close(after[-1:], mean)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     hmm = tiny_hmm("dense")
     with pytest.raises(InvalidInputError, match="vocabulary of 4"):
         Lookahead(hmm, Attribute.from_weights(torch.full((TOKENS + 1,), 0.5)), 5)
     with pytest.raises(InvalidInputError, match="horizon"):
-        Lookahead(hmm, attributes()["one"], 0)
+        Lookahead(hmm, attributes()["one"], -1)
+    always = attributes()["nothing to weigh"]
+    with pytest.raises(InvalidInputError, match="never true"):
+        Lookahead(hmm, ~always, 5)
     named = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(tokenizer_fingerprint="a"))
     other = Attribute.from_weights(WEIGHTS[0], tokenizer_fingerprint="b")
     with pytest.raises(TokenizerMismatchError):

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from foretrace import __version__
-from foretrace.cli import attribute, distill, em, explain, fit, generate, hmm
+from foretrace.cli import attribute, distill, em, evaluate, explain, fit, generate, hmm, judge
 from foretrace.errors import ForetraceError
 
 app = typer.Typer(
@@ -19,8 +19,10 @@ app.command(epilog=em.EPILOG)(em.em)
 app.command(epilog=fit.EPILOG)(fit.fit)
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=explain.EPILOG)(explain.explain)
+app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
+app.add_typer(judge.app, name="judge")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,6 @@
 """`foretrace explain`: why each token of a text, as a table and as a page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +10,10 @@ from foretrace.cli import goal as goals_of
 from foretrace.cli.lm import load_lm
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from foretrace.engines.explain import Candidate, Choice
 
 EPILOG = (
-    "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic --strength 2 "
+    "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic "
     "--prompt 'The other driver said' --html why.html"
 )
 
@@ -35,6 +33,7 @@ def explain(
     html: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
     max_new_tokens: goals_of.MaxNewTokens = 40,
     horizon: goals_of.Horizon = 64,
+    neutral_end: goals_of.NeutralEnd = False,
     temperature: goals_of.Temperature = 1.0,
     top_p: goals_of.TopP = 1.0,
     seed: goals_of.Seed = 0,
@@ -44,14 +43,13 @@ def explain(
     """Show why each token: the LM's probability, the EAP, and the steered probability."""
     import torch
 
-    from foretrace.cli.page import write_page
+    from foretrace.cli.page import Heading, split_text, write_page
     from foretrace.engines.explain import explain as account
-    from foretrace.engines.transformers import encode_prompts, generate_tokens
-    from foretrace.hmm import HMM
+    from foretrace.engines.transformers import decode_after, encode_prompts, generate_tokens
 
     lm, tokenizer = load_lm(model, dtype, device)
-    known = HMM.from_pretrained(hmm).to(lm.device)
-    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon)
+    known = goals_of.load_hmm(hmm, tokenizer, lm.device)
+    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon, neutral_end)
     (given,) = encode_prompts(tokenizer, [prompt], goals)
     if text is None:
         torch.manual_seed(seed)
@@ -69,15 +67,19 @@ def explain(
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
-    _print(choices, tokenizer, goal)
+
+    def shown(token: int) -> str:
+        after: str = decode_after(tokenizer, given, [token])
+        return after or str(tokenizer.decode([token]))  # special tokens say nothing in a text
+
+    _print(choices, goal, shown)
     if html is not None:
-        write_page(html, choices, tokenizer, prompt, goal, strength, shift)
+        pieces = split_text(lambda tokens: decode_after(tokenizer, given, tokens), written)
+        write_page(html, choices, pieces, shown, Heading(prompt, goal, strength, shift))
         typer.echo(f"written to {html}")
 
 
-def _print(
-    choices: "Sequence[Choice]", tokenizer: "PreTrainedTokenizerBase", goals: Sequence[str]
-) -> None:
+def _print(choices: "Sequence[Choice]", goals: Sequence[str], shown: Callable[[int], str]) -> None:
     """Print a section for each place: what was written, and what else might have been."""
     from rich.console import Console
     from rich.table import Table
@@ -89,7 +91,7 @@ def _print(
     for choice in choices:
         for each in choice.candidates:
             chosen = each is choice.written
-            cells = [">" if chosen else "", repr(tokenizer.decode([each.token])), *_figures(each)]
+            cells = [">" if chosen else "", repr(shown(each.token)), *_figures(each)]
             table.add_row(*map(Text, cells), style="bold" if chosen else "dim")
         table.add_section()
     Console().print(table)

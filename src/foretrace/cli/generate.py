@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 EPILOG = (
-    "Example: foretrace generate my-lm --hmm my-hmm --goal 'nontoxic & ~formal' --strength 2 "
+    "Example: foretrace generate my-lm --hmm my-hmm --goal 'nontoxic & ~formal' "
     "--prompt 'The other driver said' --compare"
 )
 
@@ -30,7 +30,7 @@ def generate(
         Path | None, typer.Option(help="More of them: .jsonl, .csv, .parquet, .txt; also .xz, .gz.")
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="The column of --prompts; else `prompt`, or text of a .txt.")
+        str | None, typer.Option(help="The column of --prompts; else `prompt`, or `text`.")
     ] = None,
     attributes: goals_of.Attributes = Path(),
     strength: goals_of.Strengths = [1.0],  # noqa: B006  typer copies it
@@ -39,6 +39,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     max_new_tokens: goals_of.MaxNewTokens = 40,
     horizon: goals_of.Horizon = 64,
+    neutral_end: goals_of.NeutralEnd = False,
     temperature: goals_of.Temperature = 1.0,
     top_p: goals_of.TopP = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once; 1 streams.")] = 1,
@@ -47,15 +48,14 @@ def generate(
     dtype: goals_of.Dtype = "auto",
 ) -> None:
     """Write what follows prompts, steered toward goals."""
-    from foretrace.hmm import HMM
-
+    if column is not None and prompts is None:
+        raise typer.BadParameter("--column is of --prompts, which is not given.")
     asked = [*(prompt or []), *_read(prompts, column)]
     if not asked:
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
     lm, tokenizer = load_lm(model, dtype, device)
-    goals = goals_of.load_goals(
-        HMM.from_pretrained(hmm).to(lm.device), attributes, goal, strength, shift, horizon
-    )
+    known = goals_of.load_hmm(hmm, tokenizer, lm.device)
+    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon, neutral_end)
     options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
     writer = Writer(lm, tokenizer, goals, options)
     show = _as_json if as_json else _side_by_side if compare else _in_turn
@@ -68,8 +68,9 @@ def _read(file: Path | None, column: str | None) -> list[str]:
 
     if file is None:
         return []
-    name = column or ("text" if _tables.PLAIN in file.suffixes else "prompt")
-    return _tables.texts(_tables.read_rows(file, [name]), name, file)
+    rows = _tables.read_rows(file, [column] if column else [])
+    name = column or ("text" if rows and "prompt" not in rows[0] else "prompt")
+    return _tables.texts(rows, name, file)
 
 
 def _in_turn(writer: Writer, prompts: Sequence[str], seed: int, _: bool) -> None:

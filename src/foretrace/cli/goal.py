@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
     from foretrace.hmm import HMM
     from foretrace.lookahead import Goal
 
@@ -22,13 +25,29 @@ Strengths = Annotated[
     list[float], typer.Option("--strength", help="How strongly: for all goals, or for each.")
 ]
 Shifts = Annotated[list[float], typer.Option("--shift", help="Added to a goal's logit; as above.")]
-Horizon = Annotated[int, typer.Option(help="How many tokens to look ahead at most.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Sample from this much of the probability.")]
+Horizon = Annotated[int, typer.Option(min=0, help="How many tokens to look ahead at most.")]
+NeutralEnd = Annotated[
+    bool, typer.Option(help="Let ending the text count as the average: no escape from the goal.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from this much of the probability.")
+]
 Seed = Annotated[int, typer.Option(help="The same seed writes the same text.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 Dtype = Annotated[str, typer.Option(help="Of the language model: float32, bfloat16, or auto.")]
+
+
+def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.device") -> "HMM":
+    """Load the HMM of the tokenizer's LM; that of another one is refused."""
+    from foretrace.hmm import HMM
+    from foretrace.vocabulary import fingerprint
+
+    known = fingerprint(tokenizer.get_vocab())
+    return HMM.from_pretrained(source, tokenizer_fingerprint=known).to(device)
 
 
 def load_goals(
@@ -38,6 +57,7 @@ def load_goals(
     strengths: list[float],
     shifts: list[float],
     horizon: int,
+    neutral_end: bool,
 ) -> "list[Goal]":
     """Build the goals that were asked for, each with its strength and shift."""
     from foretrace.attribute import AttributeStore, parse
@@ -46,7 +66,11 @@ def load_goals(
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     count = len(expressions)
     return [
-        Goal(Lookahead(hmm, parse(text).build(store), horizon), strength, shift)
+        Goal(
+            Lookahead(hmm, parse(text).build(store), horizon, neutral_end=neutral_end),
+            strength,
+            shift,
+        )
         for text, strength, shift in zip(
             expressions,
             _for_each(strengths, count, "--strength"),

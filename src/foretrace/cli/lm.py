@@ -38,6 +38,11 @@ def load_lm(
         lambda **options: transformers.AutoModelForCausalLM.from_pretrained(source, **options),
         {"dtype": dtype},
     )
+    # A model may bring its own taste, a repetition penalty say: that is not the LM's distribution.
+    own = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
     return model.eval().to(place), tokenizer
 
 

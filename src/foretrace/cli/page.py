@@ -1,7 +1,8 @@
 """An explanation as a page: one file, nothing fetched."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from math import prod
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from foretrace._io import written_aside
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from foretrace.engines.explain import Choice
 
 LOW, HIGH, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
@@ -21,26 +20,41 @@ INKS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
 WIDTH, HEIGHT = 720, 150  # of the chart, in its own units
 
 
+@dataclass(frozen=True)
+class Heading:
+    """What the page is about."""
+
+    prompt: str
+    goals: Sequence[str]
+    strengths: Sequence[float]
+    shifts: Sequence[float]
+
+    @property
+    def settings(self) -> str:
+        """Strengths and shifts in words."""
+        return "; ".join(
+            f"{name} {', '.join(f'{each:g}' for each in values)}"
+            for name, values in (("strength", self.strengths), ("shift", self.shifts))
+        )
+
+
 def write_page(
     path: Path,
     choices: "Sequence[Choice]",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: str,
-    goals: Sequence[str],
-    strengths: Sequence[float],
-    shifts: Sequence[float],
+    pieces: Sequence[str],
+    shown: Callable[[int], str],
+    heading: Heading,
 ) -> None:
-    """Write the text coloured by EAP, the EAP along it, and the candidates at each place."""
-    pieces = split_text(tokenizer, [choice.written.token for choice in choices])
-    settings = [
-        f"strength {', '.join(f'{each:g}' for each in strengths)}",
-        f"shift {', '.join(f'{each:g}' for each in shifts)}",
-    ]
-    places = [_place(choice, tokenizer) for choice in choices]
+    """Write the text coloured by EAP, the EAP along it, and the candidates at each place.
+
+    `pieces` are what each token adds to the text; `shown` tells what a candidate would.
+    """
+    goals = heading.goals
+    places = [_place(choice, shown) for choice in choices]
     page = Template(files("foretrace.cli").joinpath("page.html").read_text("utf-8")).substitute(
         goals=escape(", ".join(goals)),
-        settings=escape("; ".join(settings)),
-        prompt=escape(prompt),
+        settings=escape(heading.settings),
+        prompt=escape(heading.prompt),
         text="".join(map(_token, range(len(pieces)), pieces, choices)),
         chart=_chart(choices, goals),
         legend=_legend(goals),
@@ -51,22 +65,22 @@ def write_page(
         scratch.write_text(page, "utf-8")
 
 
-def split_text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
+def split_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
     """Split a text into what each token adds; one that ends within a character adds nothing."""
     pieces, before = [], ""
     for count in range(1, len(tokens) + 1):
-        text = str(tokenizer.decode(list(tokens[:count]), clean_up_tokenization_spaces=False))
+        text = decode(tokens[:count])
         whole = count == len(tokens) or not text.endswith("�")
         pieces.append(text.removeprefix(before) if whole else "")
         before = text if whole else before
     return pieces
 
 
-def _place(choice: "Choice", tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+def _place(choice: "Choice", shown: Callable[[int], str]) -> list[Any]:
     """Give the candidates as the page's script wants them."""
     return [
         [
-            tokenizer.decode([each.token]),
+            shown(each.token),
             *(round(figure, 6) for figure in (each.lm, *each.eap, each.steered)),
             each is choice.written,
         ]
@@ -96,8 +110,9 @@ def _chart(choices: "Sequence[Choice]", goals: Sequence[str]) -> str:
     step = WIDTH / max(1, len(choices) - 1)
 
     def line(values: Sequence[float], style: str) -> str:
+        level = [*values, *values] if len(values) == 1 else values  # a point would not be seen
         points = " ".join(
-            f"{place * step:.1f},{(1 - value) * HEIGHT:.1f}" for place, value in enumerate(values)
+            f"{place * step:.1f},{(1 - value) * HEIGHT:.1f}" for place, value in enumerate(level)
         )
         return f'<polyline points="{points}" {style}/>'
 

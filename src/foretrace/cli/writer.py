@@ -39,21 +39,29 @@ class Writer:
         """Write; `show` is told the text so far, of a single prompt."""
         import torch
 
-        from foretrace.engines.transformers import encode_prompts, generate_tokens, stop_tokens
+        from foretrace.engines.transformers import (
+            decode_after,
+            encode_prompts,
+            generate_tokens,
+            stop_tokens,
+        )
 
         torch.manual_seed(seed)
+        encoded = encode_prompts(self.tokenizer, prompts, self.goals)
+        ends = stop_tokens(self.lm.generation_config, self.goals)
         streamer = _Stream(self.tokenizer, show) if show and len(prompts) == 1 else None
         tokens = generate_tokens(
             self.lm,
             self.tokenizer,
-            encode_prompts(self.tokenizer, prompts, self.goals),
+            encoded,
             goal=self.goals if steered else None,
-            eos_token_id=stop_tokens(self.lm, self.goals),
+            eos_token_id=ends,
             streamer=streamer,
             **self.options,
         )
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        likely = [goal.lookahead.attribute.probability(tokens) for goal in self.goals]
+        texts = [decode_after(self.tokenizer, *each) for each in zip(encoded, tokens, strict=True)]
+        counted = [[token for token in row if token not in ends] for row in tokens]
+        likely = [goal.lookahead.attribute.probability(counted) for goal in self.goals]
         return [
             Written(text, tuple(float(each[row]) for each in likely))
             for row, text in enumerate(texts)
@@ -65,15 +73,18 @@ class _Stream:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
-        self.tokens: list[int] | None = None  # until the prompt has come
+        self.prompt: list[int] | None = None  # until it has come
+        self.tokens: list[int] = []
 
     def put(self, value: "Tensor") -> None:
         """Take the prompt, then each next token."""
-        if self.tokens is None:
-            self.tokens = []
+        from foretrace.engines.transformers import decode_after
+
+        if self.prompt is None:
+            self.prompt = value.flatten().tolist()
             return
         self.tokens += value.flatten().tolist()
-        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        text = decode_after(self.tokenizer, self.prompt, self.tokens)
         if not text.endswith("�"):  # half of a character: the rest comes with the next token
             self.show(text)
 

@@ -79,7 +79,7 @@ def explain(
 def _logits(model: "PreTrainedModel", prompt: Sequence[int], written: Sequence[int]) -> Tensor:
     """Read all at once what the LM says of each token written: (T, V) float32."""
     ids = torch.tensor([[*prompt, *written[:-1]]], device=model.device)
-    found: Tensor = model(ids, logits_to_keep=len(written)).logits[0]
+    found: Tensor = model(ids, logits_to_keep=len(written)).logits[0, -len(written) :]
     return found.float()
 
 

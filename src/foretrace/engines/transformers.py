@@ -12,7 +12,7 @@ from foretrace.lookahead import Goal, Request, Steering
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
 
@@ -89,14 +89,28 @@ def generate(
     """Write continuations of the prompts, steered: their texts, without the prompts.
 
     Options go to `model.generate`. Sampling is on, without transformers' own top-k of 50, unless
-    they say otherwise. An empty prompt begins a text.
+    they say otherwise. A text ends where the model or the HMM says so. An empty prompt begins one.
     """
     encoded = encode_prompts(tokenizer, prompts, goal)
     written = generate_tokens(
         model, tokenizer, encoded, goal=goal, max_new_tokens=max_new_tokens, **options
     )
-    texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-    return texts
+    copies = len(written) // len(encoded)
+    return [
+        decode_after(tokenizer, encoded[row // copies], tokens)
+        for row, tokens in enumerate(written)
+    ]
+
+
+def decode_after(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], tokens: Sequence[int]
+) -> str:
+    """Turn tokens into the text that they add to a prompt: some decoders drop a first space."""
+    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    lead, whole = (
+        str(tokenizer.decode(ids, **settings)) for ids in (list(prompt), [*prompt, *tokens])
+    )
+    return whole.removeprefix(lead)
 
 
 def encode_prompts(
@@ -124,11 +138,13 @@ def generate_tokens(
     max_new_tokens: int = 20,
     **options: Any,
 ) -> list[list[int]]:
-    """Write continuations of token ids as `generate` does: the new ids, with an end of text."""
+    """Write continuations of token ids as `generate` does: the new ids, with the end of text."""
     goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
-    ends = _listed(options.pop("eos_token_id", None)) or stop_tokens(model, goal)
+    ends = stop_tokens(options.get("generation_config") or model.generation_config, goal)
+    if "eos_token_id" in options:  # None: nothing ends a text
+        ends = _listed(options.pop("eos_token_id"))
     filler = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
-    ids, mask = _padded(prompts, filler)
+    ids, mask = left_padded(prompts, filler)
     processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens)
     if processor.steering is not None:
         require_same_fingerprint(
@@ -136,7 +152,7 @@ def generate_tokens(
             processor.steering.hmm.config.tokenizer_fingerprint,
             fingerprint(tokenizer.get_vocab()),
         )
-    processors = [processor, *options.pop("logits_processor", [])]
+    processors = [processor, *(options.pop("logits_processor", None) or [])]
     settings = {"do_sample": True, "pad_token_id": filler, "eos_token_id": ends or None} | options
     if settings["do_sample"]:
         settings.setdefault("top_k", 0)
@@ -150,9 +166,9 @@ def generate_tokens(
     return [_to_the_end(row, ends) for row in written[:, mask.shape[1] :].tolist()]
 
 
-def stop_tokens(model: "PreTrainedModel", goal: Goal | Goals | None) -> list[int]:
+def stop_tokens(config: "GenerationConfig", goal: Goal | Goals | None) -> list[int]:
     """Give the tokens that end a text: the model's own, and those of the goals' HMM."""
-    return list(dict.fromkeys([*_listed(model.generation_config.eos_token_id), *_ends(goal)]))
+    return list(dict.fromkeys([*_listed(config.eos_token_id), *_ends(goal)]))
 
 
 def _listed(tokens: int | list[int] | None) -> list[int]:
@@ -168,7 +184,7 @@ def _ends(goal: Goal | Goals | None) -> tuple[int, ...]:
     return ()
 
 
-def _padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+def left_padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
     """Pad on the left: ids and mask, (n, longest). Not every tokenizer has a token for it."""
     longest = max(map(len, prompts))
     rows = [[filler] * (longest - len(ids)) + list(ids) for ids in prompts]

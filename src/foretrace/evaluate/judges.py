@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretrace import _io
-from foretrace.errors import InvalidFileError, InvalidInputError, reason
+from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError, reason
+from foretrace.evaluate import linear_judge
 
 BATCH = 32
 MOST_IN_VAIN = 5
 Score = float | None
 Observe = Callable[[int, int], None]
+
+
+class JudgeRefusedError(ForetraceError):
+    """A judge that will not answer, whatever it is asked."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,18 @@ class Judgements(NamedTuple):
 def load_judge(
     source: str, *, label: str | None = None, zero_shot: bool = False, device: str = "cpu"
 ) -> Judge:
-    """Load a judge: `module:function`, or a classifier of transformers by folder or hub id.
+    """Load a judge: `module:function`, one that `foretrace judge train` wrote, or a classifier.
 
-    A classifier gives the probability of `label`. With `zero_shot` it is a model of entailment, and
-    the label may be any words ("politics").
+    Those that know classes give the probability of `label`; a classifier is one of transformers, by
+    folder or hub id. With `zero_shot` it is a model of entailment, and the label may be any words
+    ("politics").
     """
     module, colon, function = source.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), function)):
         return Judge(source, _imported(module, function))
+    if (Path(source) / linear_judge.CONFIG).is_file():
+        trained = linear_judge.LinearJudge.load(Path(source))
+        return Judge(f"{trained.identity} {label}", trained.scorer(label))
     if label is None:
         raise InvalidInputError(
             f"The judge '{source}' needs a label: which of its classes, or with zero-shot which "
@@ -123,6 +132,8 @@ def _judge_batch(judge: Judge, texts: list[str]) -> tuple[list[Score], str | Non
         judged = [score if _is_probability(score) else None for score in scores]
         wrong = next((score for score in scores if not _is_probability(score)), 0.0)
         return judged, None if None not in judged else f"a score of {wrong} is not in [0, 1]"
+    except JudgeRefusedError:
+        raise
     except Exception as error:  # a judge is others' code, and may raise anything
         if len(texts) == 1:
             return [None], reason(error)

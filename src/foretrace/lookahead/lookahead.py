@@ -22,19 +22,25 @@ class Lookahead:
     `table[r, k, z]` tells of term k over r tokens to come, given the state z before them: the
     expected product of their weights, eq. (backward); where coefficients have both signs, 1 minus
     that, so that small differences keep their digits. It is indexed by what remains: the HMM is
-    homogeneous, and one table serves every length.
+    homogeneous, and one table serves every length. A horizon of 0 weighs the next token alone.
+
+    To end a text is a way to lack nothing, and goals of great strength drive texts to it. With
+    `neutral_end`, an end of text counts as the average of what may come, so that it is no escape.
     """
 
     hmm: HMM
     attribute: Attribute
     horizon: int
+    neutral_end: bool
     terms: Terms  # those of the attribute; end of text has no weight
     tokens: Tensor  # (M,) that have a weight, on the HMM's device
     weights: Tensor  # (K, M) of them
     table: Tensor  # (horizon + 1, K, h)
     _ids: NDArray[np.int32]  # (M,): the tokens once more, to look one up without a launch
 
-    def __init__(self, hmm: HMM, attribute: Attribute, horizon: int = 64) -> None:
+    def __init__(
+        self, hmm: HMM, attribute: Attribute, horizon: int = 64, *, neutral_end: bool = False
+    ) -> None:
         require_same_fingerprint(
             f"The attribute '{attribute.name}'",
             attribute.config.tokenizer_fingerprint,
@@ -46,8 +52,12 @@ class Lookahead:
                 f"'{attribute.name}' weighs token {int(terms.tokens[-1])}, but the HMM has a "
                 f"vocabulary of {hmm.vocab_size}. Fit it with the tokenizer of the HMM's LM."
             )
-        if horizon < 1:
-            raise InvalidInputError(f"A horizon has 1 token or more, not {horizon}.")
+        if horizon < 0:
+            raise InvalidInputError(f"A horizon has 0 tokens or more, not {horizon}.")
+        if not len(terms):
+            raise InvalidInputError(
+                f"'{attribute.name}' is never true of any text: nothing can be steered toward it."
+            )
         tokens = terms.tokens.to(hmm.device, torch.long)
         log_weights = terms.log_weights.double()
         lost = -log_weights.expm1()  # 1 - w, to the last digit
@@ -55,6 +65,7 @@ class Lookahead:
             "hmm": hmm,
             "attribute": attribute,
             "horizon": horizon,
+            "neutral_end": neutral_end,
             "terms": terms,
             "tokens": tokens,
             "weights": log_weights.exp().to(hmm.initial),
@@ -117,12 +128,14 @@ class Lookahead:
         ratio = torch.add(joint, average.unsqueeze(-1), alpha=least)
         ratio.div_((probability + least).unsqueeze(1))
         ratio[..., self.tokens] *= self.weights
+        if self.neutral_end:
+            ratio[..., list(self.hmm.config.eos_token_ids)] = average.unsqueeze(-1)
         coefficients = self.terms.coefficients
         if not self.terms.signed:
             # The past may be smaller than any float32: its size is put aside as a logarithm.
-            size = past.max(-1, keepdim=True).values.clamp(-1e30, 0.0)
+            size = past.max(-1, keepdim=True).values.clamp_min(-1e30)
             eap = _combined(coefficients * (past - size).exp(), ratio)
-            return eap.clamp_(least, 1.0).log_().add_(size.to(eap))
+            return eap.clamp_min_(least).log_().add_(size.to(eap)).clamp_max_(0.0)
         lost = _combined(coefficients * past.exp(), ratio)
         eap = self._so_far(past, lost).sub_(lost)
         return eap.clamp_(least, 1.0).log_()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.errors import InvalidInputError
@@ -17,7 +16,8 @@ from foretrace.hmm import HMM, inference
 from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
 
-MOST_ELEMENTS = 1 << 26  # probabilities at once: 256 MB of float32
+# Probabilities at once. On a CPU what fits its caches: twice as fast with hundreds of rows.
+MOST_ELEMENTS, MOST_ON_CPU = 1 << 26, 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,22 +120,23 @@ class Steering:
                 f"Logits have shape {tuple(logits.shape)}, but there are {len(self._rows)} rows, "
                 f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
             )
-        steered = logits
+        steered = logits.clone()
+        known = steered[:, : self.hmm.vocab_size]
         for places in self._parts():
             factors = self._log_factors([self._rows[place] for place in places]).to(logits)
-            factors = pad(factors, (0, logits.shape[1] - factors.shape[1]), value=-torch.inf)
-            if len(places) == len(logits):
-                return logits + factors
-            steered = steered.index_add(0, torch.tensor(places, device=logits.device), factors)
+            rows = torch.tensor(places, device=logits.device)
+            known.index_add_(0, rows, factors)
+            steered[rows, self.hmm.vocab_size :] = -torch.inf
         return steered
 
     def _parts(self) -> Iterator[list[int]]:
         """Go through the rows that have goals, as many at once as memory should hold."""
+        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
         part: list[int] = []
         width = 0
         for place, row in enumerate(self._rows):
             own = 1 + sum(len(goal.lookahead.terms) for goal in row.request.goals)
-            if part and (width + own) * self.hmm.vocab_size > MOST_ELEMENTS:
+            if part and (width + own) * self.hmm.vocab_size > most:
                 yield part
                 part, width = [], 0
             if row.request.goals:

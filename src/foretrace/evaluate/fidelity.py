@@ -1,0 +1,198 @@
+"""What lookahead is worth: the HMM's expectations, held against what the LM does write.
+
+At prefixes, the LM itself is asked many times how it goes on. Across prefixes, the HMM's expected
+attribute probability should agree with the mean of what was written; within a prefix, which is all
+that steering uses, it should be lower after tokens that lead to what violates the attribute.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foretrace.engines.sampler import Sampler
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import inference
+from foretrace.lookahead import Lookahead
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WINDOWS = (2, 10, 19)  # later tokens that are looked at: the 2nd to the 3rd, 11th, 20th
+VIOLATED = 0.5  # of the product of their weights
+BINS = 10
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Fidelity:
+    """Expectations and outcomes at every prefix, by tokens to come."""
+
+    expected: dict[int, list[float]] = field(default_factory=dict)
+    """By tokens to come: the HMM's expectation at each prefix ..."""
+    observed: dict[int, list[float]] = field(default_factory=dict)
+    """... and the mean over what the LM wrote."""
+    pairs: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    """By later tokens: of each prefix, pairs ranked rightly, and pairs."""
+
+    def summary(self) -> dict[str, Any]:
+        """Give rank correlations, calibration and concordance."""
+        from scipy.stats import spearmanr
+
+        across = {}
+        for ahead, expected in self.expected.items():
+            observed = self.observed[ahead]
+            across[ahead] = {
+                "spearman": float(spearmanr(expected, observed).statistic),
+                "expected": float(np.mean(expected)),
+                "observed": float(np.mean(observed)),
+                "calibration": calibration(expected, observed),
+            }
+        within = {
+            later: {
+                "concordance": float(sum(right for right, _ in own) / sum(n for _, n in own)),
+                "prefixes": sum(n > 0 for _, n in own),
+                "pairs": int(sum(n for _, n in own)),
+            }
+            for later, own in self.pairs.items()
+            if sum(n for _, n in own)
+        }
+        return {"across prefixes": across, "within a prefix": within}
+
+
+def measure_fidelity(
+    lm: "PreTrainedModel",
+    lookahead: Lookahead,
+    prefixes: Sequence[Sequence[int]],
+    *,
+    ends: Sequence[int],
+    rollouts: int = 64,
+    length: int = 20,
+    seed: int = 0,
+    observe: Callable[[int, int], None] = lambda done, total: None,
+) -> Fidelity:
+    """Let the LM go on from each prefix many times, and compare with what the HMM expects."""
+    if lookahead.horizon < length - 1:
+        raise InvalidInputError(
+            f"To compare over {length} tokens, the lookahead must reach {length - 1}, not "
+            f"{lookahead.horizon}."
+        )
+    torch.manual_seed(seed)
+    sampler = Sampler(lm, ends, length, top_p=1.0)
+    found = Fidelity()
+    for done, prefix in enumerate(prefixes, 1):
+        (drawn,) = sampler.draw([prefix], rollouts)
+        texts = [[token for token in each.tokens if token not in ends] for each in drawn]
+        predicted = _predicted(lookahead, prefix)
+        _across(found, lookahead, predicted, texts, length)
+        _within(found, lookahead, predicted, texts)
+        observe(done, len(prefixes))
+    return found
+
+
+def _across(
+    found: Fidelity,
+    lookahead: Lookahead,
+    predicted: torch.Tensor,
+    texts: Sequence[Sequence[int]],
+    length: int,
+) -> None:
+    """Compare the expectation over all that may come with the mean over what came."""
+    for ahead in (*WINDOWS[:-1], length):
+        # The state before the first token is what is predicted: one emission, then the table.
+        weighed = _value(lookahead, predicted, ahead)
+        written = lookahead.attribute.probability([text[:ahead] for text in texts])
+        found.expected.setdefault(ahead, []).append(weighed)
+        found.observed.setdefault(ahead, []).append(float(written.mean()))
+
+
+def _within(
+    found: Fidelity,
+    lookahead: Lookahead,
+    predicted: torch.Tensor,
+    texts: Sequence[Sequence[int]],
+) -> None:
+    """Count the pairs of continuations that the first token's expectation ranks rightly."""
+    firsts = [text[0] for text in texts if text]
+    rest = [text[1:] for text in texts if text]
+    if not firsts:
+        return
+    tokens = torch.tensor(firsts, device=predicted.device)
+    belief = inference.condition(
+        lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
+    ).belief
+    for later in WINDOWS:
+        ahead = _combined(lookahead, belief @ lookahead.table[min(later, lookahead.horizon)].T)
+        outcome = lookahead.attribute.probability([text[:later] for text in rest]).numpy()
+        found.pairs.setdefault(later, []).append(
+            concordance(ahead, outcome < VIOLATED, np.array(firsts))
+        )
+
+
+def concordance(
+    expected: Floats, violated: NDArray[np.bool_], tokens: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Count pairs of unlike first tokens, one of which violated later: ranked rightly, and all.
+
+    A pair of equal expectations is half right.
+    """
+    bad, good = np.flatnonzero(violated), np.flatnonzero(~violated)
+    unlike = tokens[bad][:, None] != tokens[good]
+    difference = expected[good] - expected[bad][:, None]
+    right = (difference > 0) + 0.5 * (difference == 0)
+    return float((right * unlike).sum()), float(unlike.sum())
+
+
+def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[dict[str, float]]:
+    """Average expectations and outcomes over equally many prefixes at a time, in rising order."""
+    order = np.argsort(expected)
+    parts = [part for part in np.array_split(order, BINS) if len(part)]
+    return [
+        {
+            "expected": float(np.mean(np.array(expected)[part])),
+            "observed": float(np.mean(np.array(observed)[part])),
+        }
+        for part in parts
+    ]
+
+
+def _predicted(lookahead: Lookahead, prefix: Sequence[int]) -> torch.Tensor:
+    """Filter a prefix, after its last end of text: (1, h)."""
+    hmm = lookahead.hmm
+    ends = hmm.config.eos_token_ids
+    last = max((place for place, token in enumerate(prefix, 1) if token in ends), default=0)
+    predicted = hmm.initial[None]
+    if len(prefix) > last:
+        ids = torch.tensor([list(prefix[last:])], device=hmm.device)
+        for filtered in inference.scan(hmm, ids):
+            predicted = filtered.predicted
+    return predicted
+
+
+def _value(lookahead: Lookahead, predicted: torch.Tensor, ahead: int) -> float:
+    """Give the expected probability of the attribute over `ahead` tokens to come.
+
+    The first of them is emitted by the predicted state, the others are in the table.
+    """
+    hmm, terms = lookahead.hmm, lookahead.terms
+    lost = -terms.log_weights.double().expm1()
+    kept = 1 - hmm.emission.expect(lost.to(hmm.initial), lookahead.tokens)  # (K, h)
+    table = _products(lookahead, min(ahead - 1, lookahead.horizon))
+    products = (predicted * kept * table).sum(-1)  # (K,)
+    return float((terms.coefficients * products.double().cpu()).sum().clamp(0, 1))
+
+
+def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
+    """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
+    table = lookahead.table[ahead]
+    return 1 - table if lookahead.terms.signed else table
+
+
+def _combined(lookahead: Lookahead, found: torch.Tensor) -> Floats:
+    """Add up the terms of n beliefs' expectations: (n, K) -> (n,)."""
+    products = 1 - found if lookahead.terms.signed else found
+    combined: Floats = (products.double().cpu() @ lookahead.terms.coefficients).numpy()
+    return combined

@@ -1,0 +1,69 @@
+"""Figures of an evaluation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foretrace import _io
+
+
+def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the first figure against perplexity; methods of one curve are joined."""
+    from matplotlib.figure import Figure
+
+    methods = results["methods"]
+    name = next(iter(methods[results["baseline"]]["figures"]))
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    curves: dict[str, list[str]] = {}
+    for method, own in methods.items():
+        curves.setdefault(own["plan"]["curve"] or method, []).append(method)
+    for curve, members in curves.items():
+        points = [(_at(methods[each], "perplexity"), _at(methods[each], name)) for each in members]
+        axes.errorbar(
+            [x["value"] for x, _ in points],
+            [y["value"] for _, y in points],
+            yerr=[
+                [y["value"] - y["low"] for _, y in points],
+                [y["high"] - y["value"] for _, y in points],
+            ],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            linewidth=1,
+            label=curve,
+        )
+    axes.set_xlabel("perplexity")
+    axes.set_ylabel(name)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def draw_groups(results: Mapping[str, Any], path: Path) -> None:
+    """Draw every group's score by the first judge: each method's against the rival's."""
+    from matplotlib.figure import Figure
+
+    methods, rival = results["methods"], results["rival"]
+    judge, theirs = next(iter(methods[rival]["groups"].items()))
+    figure = Figure(figsize=(5.5, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, own in methods.items():
+        if name != rival:
+            ours = [own["groups"][judge][group] for group in theirs]
+            axes.scatter(list(theirs.values()), ours, s=12, alpha=0.7, label=name)
+    axes.axline((0, 0), slope=1, color="grey", linewidth=1)
+    axes.set_xlabel(f"{judge}: {rival}")
+    axes.set_ylabel(judge)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with _io.written_aside(path) as scratch:
+        figure.savefig(scratch, format="png", dpi=150)
+
+
+def _at(method: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    found: Mapping[str, float] = method["figures"][name]
+    return found

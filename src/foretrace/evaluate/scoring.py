@@ -1,0 +1,184 @@
+"""Who judges: judges trained or loaded, their agreement with others, and scores of texts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foretrace import _io
+from foretrace.attribute import tokenize
+from foretrace.errors import InvalidFileError
+from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge
+from foretrace.evaluate.linear_judge import LinearJudge
+from foretrace.evaluate.perspective import perspective_judge
+from foretrace.evaluate.preparation import Builder, Row, fill, identity, rows_identity
+from foretrace.evaluate.suite import JudgePlan, Table
+
+BATCH, SLOW_BATCH = 512, 32  # of what is trained here, and of what others provide
+Observe = Callable[[int, int], None]
+
+
+@dataclass
+class Scorer:
+    """Scores texts by one judge of a suite, and keeps the judgements."""
+
+    name: str
+    plan: JudgePlan
+    data: Path
+    folder: Path
+    """Where judgements are kept."""
+    judges: Path
+    """Where judges are kept once they are trained."""
+    encoder: str | None
+    device: str
+    tokenizer: Any
+    builder: Builder
+    _trained: LinearJudge | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Say who judges, and how well they agree with whom they stand in for."""
+        if self.plan.attribute is not None:
+            return {"judge": f"the attribute {self.plan.attribute} itself"}
+        if self.plan.train is None:
+            who = {"judge": str(self.plan.source)}
+        else:
+            config = self._linear().config
+            who = {
+                "judge": f"linear, on TF-IDF{' and embeddings' if config.encoder else ''}",
+                "trained on": config.source,
+            }
+        return who | self._agreement()
+
+    def score(
+        self, texts: Sequence[Sequence[str]], observe: Observe = lambda done, total: None
+    ) -> list[list[Score]]:
+        """Score every prompt's texts; a blank one has no score."""
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for row, own in enumerate(texts):
+            key = self._key(self.builder.prompts[row])
+            groups.setdefault(key, []).extend(
+                (row, place) for place, text in enumerate(own) if text.strip()
+            )
+        found: list[list[Score]] = [[None] * len(own) for own in texts]
+        done, total = 0, sum(map(len, groups.values()))
+        for places in groups.values():
+            if not places:
+                continue
+            judge = self._judge(self.builder.prompts[places[0][0]])
+            judged = judge_texts(
+                [texts[row][place] for row, place in places],
+                judge,
+                cache=self.folder / "judgements" / f"{self.name}.jsonl",
+                batch_size=BATCH if self.plan.source is None else SLOW_BATCH,
+            )
+            for (row, place), score in zip(places, judged.scores, strict=True):
+                found[row][place] = score
+            done += len(places)
+            observe(done, total)
+        return found
+
+    def _key(self, row: Row) -> str:
+        return fill(self.plan.attribute or self.plan.judged or "", row)
+
+    def _judge(self, row: Row) -> Judge:
+        """Make the judge of a prompt's own class or attribute."""
+        plan, key = self.plan, self._key(row)
+        if plan.attribute is not None:
+            attribute = self.builder.attribute(plan.attribute, row)
+            return Judge(f"attribute {identity(attribute)}", self._by_attribute(attribute))
+        if plan.source == "perspective":
+            return perspective_judge(key or "TOXICITY")
+        if plan.source is not None:
+            return load_judge(plan.source, label=key or None, device=self.device)
+        linear = self._linear()
+        return Judge(f"{linear.identity} {key}", linear.scorer(key or None))
+
+    def _by_attribute(self, attribute: Any) -> Callable[[list[str]], Sequence[Score]]:
+        def score(texts: list[str]) -> list[Score]:
+            windows = tokenize(texts, self.tokenizer, window=1 << 20)
+            return [float(each) for each in attribute.probability(windows.token_ids)]
+
+        return score
+
+    def _linear(self) -> LinearJudge:
+        """Load the linear judge, or train it once."""
+        if self._trained is None:
+            assert self.plan.train is not None  # of the kinds of judges, this one trains
+            folder = self.judges / self.name
+            note = folder / "plan.json"
+            rows = self.plan.train.rows(self.data)
+            plan = {
+                "label": self.plan.label,
+                "encoder": self.encoder,
+                "rows": rows_identity(rows),
+                **asdict(self.plan.train),
+            }
+            if not (note.is_file() and _io.read_json(note) == plan):
+                note.unlink(missing_ok=True)
+                train_judge(rows, self.plan.train, self.plan.label, self.encoder).save(folder)
+                _io.write_json(note, plan)
+            self._trained = LinearJudge.load(folder)
+        return self._trained
+
+    def _theirs(self, row: Row) -> float:
+        """Read the score that others gave."""
+        value = row[self.plan.calibration_score]
+        equals = self.plan.calibration_equals
+        return float(value) if equals is None else float(value == equals)
+
+    def _agreement(self) -> dict[str, Any]:
+        """Compare with scores that others gave: Spearman's rank correlation, and AUC at 0.5."""
+        from scipy.stats import spearmanr
+        from sklearn.metrics import roc_auc_score
+
+        plan = self.plan.calibration
+        if plan is None:
+            return {}
+        rows = plan.rows(self.data)
+        judge = self._judge(rows[0])
+        found = judge_texts(
+            [row[plan.text] for row in rows],
+            judge,
+            cache=self.folder / "judgements" / f"{self.name}.jsonl",
+            batch_size=BATCH,
+        )
+        pairs = [
+            (score, self._theirs(row))
+            for score, row in zip(found.scores, rows, strict=True)
+            if score is not None
+        ]
+        ours, theirs = np.array(pairs).T
+        return {
+            "calibrated on": plan.file,
+            "texts": len(pairs),
+            "spearman": float(spearmanr(ours, theirs).statistic),
+            "auc at 0.5": float(roc_auc_score(theirs > 0.5, ours)),
+        }
+
+
+def train_judge(rows: Sequence[Row], table: Table, label: str, encoder: str | None) -> LinearJudge:
+    """Train a linear judge on labelled texts."""
+    if missing := sum(row.get(label) is None for row in rows):
+        raise InvalidFileError(
+            f"{table.file}: {missing} rows have no '{label}'. Say `label: COLUMN` in the suite."
+        )
+    labels = [label_name(row[label]) for row in rows]
+    return LinearJudge.train(
+        [row[table.text] for row in rows], labels, encoder=encoder, source=table.file
+    )
+
+
+def label_name(value: Any) -> str:
+    """Name a label: true and 1 are `1`, false and 0 are `0`."""
+    if isinstance(value, bool | int | float):
+        return f"{float(value):g}"
+    return str(value)
+
+
+def held_out_accuracy(judge: LinearJudge, texts: Sequence[str], labels: Sequence[str]) -> float:
+    """Give the share of texts whose likeliest class is their label."""
+    likeliest = judge.probabilities(texts).argmax(1)
+    right = [judge.config.classes[k] == label for k, label in zip(likeliest, labels, strict=True)]
+    return float(sum(right) / max(1, len(right)))

@@ -1,0 +1,79 @@
+"""The sampler: what it draws is what transformers would draw, and it knows how likely it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from transformers import AutoModelForCausalLM, TopPLogitsWarper
+
+from foretrace.attribute import Attribute
+from foretrace.engines.sampler import LIKELIEST, Sampler, draw_nucleus
+from foretrace.engines.transformers import SteeringProcessor
+from foretrace.hmm import HMM
+from foretrace.lookahead import Goal, Lookahead
+from tiny_lm import WORDS
+
+VOCAB, NEW, TOP_P = len(WORDS), 6, 0.8
+PROMPTS = [[3, 4, 5, 6], [9]]
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_lm: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def goals() -> list[list[Goal]]:
+    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
+    weights = torch.rand(VOCAB, generator=torch.Generator().manual_seed(0))
+    return [[Goal(Lookahead(hmm, Attribute.from_weights(weights), 8), 3.0)], []]
+
+
+def expected(lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]) -> float:
+    """Compute the log-probability of a continuation step by step, as transformers would."""
+    processor = SteeringProcessor(
+        [goals], prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW
+    )
+    total = 0.0
+    for place, token in enumerate(tokens):
+        ids = torch.tensor([[*prompt, *tokens[:place]]])
+        with torch.inference_mode():
+            scores: Tensor = processor(ids, lm(ids).logits[:, -1])
+        kept = TopPLogitsWarper(TOP_P)(ids, scores)
+        total += float(kept.log_softmax(-1)[0, token])
+    return total
+
+
+def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goal]]) -> None:
+    """Of prompts of unlike length, steered and bare in one batch."""
+    torch.manual_seed(0)
+    drawn = Sampler(lm, [0], NEW, TOP_P).draw(PROMPTS, 5, goals)
+    assert [len(own) for own in drawn] == [5, 5]
+    assert len({tuple(each.tokens) for own in drawn for each in own}) > 3
+    for prompt, own, mine in zip(PROMPTS, drawn, goals, strict=True):
+        for each in own:
+            assert 1 <= len(each.tokens) <= NEW
+            assert 0 not in each.tokens[:-1]
+            found = expected(lm, prompt, each.tokens, mine)
+            assert each.log_probability == pytest.approx(found, abs=1e-4)
+
+
+def test_a_nucleus_is_exact_whether_it_is_small_or_large() -> None:
+    """Against transformers' own, which sorts: the same tokens can be drawn, equally often."""
+    torch.manual_seed(0)
+    size = 3 * LIKELIEST
+    sharp, flat = torch.randn(size) * 8, torch.randn(size) * 0.1
+    logits = torch.stack([sharp, flat])
+    kept = TopPLogitsWarper(TOP_P)(torch.zeros(2, 1), logits.clone()).log_softmax(-1)
+    assert int(kept[1].isfinite().sum()) > LIKELIEST
+    for _ in range(50):
+        tokens, nats = draw_nucleus(logits, TOP_P)
+        torch.testing.assert_close(nats, kept.gather(1, tokens[:, None])[:, 0])
+    many, _ = draw_nucleus(sharp.expand(4000, -1), TOP_P)
+    share = torch.bincount(many, minlength=size) / 4000
+    assert float((share - kept[0].exp()).abs().sum()) < 0.1

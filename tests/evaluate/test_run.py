@@ -1,0 +1,234 @@
+"""A whole evaluation on a tiny real LM, interrupted, resumed and reported."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+pytest.importorskip("yaml", reason="needs the extra `evaluate`")
+
+from foretrace import cli
+from foretrace.engines.sampler import Sampler
+from foretrace.errors import InvalidFileError, InvalidInputError
+from foretrace.evaluate.generations import Sampling, Writer
+from foretrace.evaluate.report import write_report
+from foretrace.evaluate.run import EvaluationConfig, evaluate
+from foretrace.evaluate.suite import load_suite
+from foretrace.evaluate.surprise import surprise
+from foretrace.hmm import HMM, HMMConfig
+from foretrace.vocabulary import fingerprint
+from tiny_lm import word_tokenizer
+
+SUITE = """
+prompts: {file: prompts.jsonl, text: prompt}
+template: "w9 {prompt}"
+group: author
+rival: prompting
+continuations: 4
+max_new_tokens: 6
+attributes:
+  low: {file: scored.jsonl, score: high, invert: true}
+  author: {file: scored.jsonl, by: author}
+methods:
+  bare: {}
+  prompting: {instruction: "w1 w2 {prompt} {author}"}
+  steered: {goals: [{of: low, strength: 2}], curve: a}
+  own author: {goals: [{of: '"{author}" & low'}], curve: a}
+  no lookahead: {goals: [{of: low}], horizon: 0}
+  best of 2: {best_of: 2, best_by: low}
+judges:
+  high:
+    figures: [average_maximum, probability_of_any, mean]
+    train: {file: scored.jsonl}
+    label: high
+    judged: "1"
+    calibration: {file: scored.jsonl}
+    calibration_score: high
+  author:
+    figures: [mean]
+    wanted: more
+    train: {file: scored.jsonl}
+    label: author
+    judged: "{author}"
+  itself: {figures: [mean], attribute: low}
+"""
+METHODS = ["bare", "prompting", "steered", "own author", "no lookahead", "best of 2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    scored, prompts = [], []
+    for number in range(120):
+        high = number % 2
+        words = [f"w{(number * step) % 30 + 30 * high}" for step in (1, 3, 7, 11)]
+        author = f"Author {number % 3}"
+        text = " ".join([*words, f"w{number % 3}"])
+        scored.append({"text": text, "high": high, "author": author})
+        prompts.append({"prompt": f"w{number % 60}", "author": author})
+    for name, rows in (("scored", scored), ("prompts", prompts[:10])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mine.yaml").write_text(SUITE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_lm: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def hmm() -> HMM:
+    random = HMM.random(8, 64, eos_token_id=0, seed=0)
+    config = HMMConfig((0,), fingerprint(word_tokenizer().get_vocab()))
+    return HMM(random.initial, random.transition, random.emission, config)
+
+
+def run(data: Path, out: Path, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
+    suite = load_suite(str(data / "mine.yaml"))
+    config = EvaluationConfig(data, out, rows=16, **options)
+    return evaluate(suite, lm, word_tokenizer(), hmm, config)
+
+
+@pytest.fixture(scope="module")
+def done(
+    data: Path, lm: Any, hmm: HMM, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("out")
+    return out, run(data, out, lm, hmm)
+
+
+def test_every_method_has_every_figure(done: tuple[Path, dict[str, Any]]) -> None:
+    _, results = done
+    assert list(results["methods"]) == METHODS
+    names = {
+        "perplexity",
+        "words",
+        "blank",
+        "dist-2",
+        "dist-3",
+        "high, average maximum",
+        "high, probability of any",
+    }
+    for name, method in results["methods"].items():
+        figures = method["figures"]
+        assert names | {"high, mean", "author, mean", "itself, mean"} <= set(figures)
+        assert ("entropy" in figures) == (name != "best of 2")
+        assert all(each["low"] <= each["high"] for each in figures.values())
+        assert ("relative" in figures["perplexity"]) == (name != "bare")
+    assert results["methods"]["bare"]["cost"] == 1
+    assert results["judges"]["high"]["auc at 0.5"] > 0.9
+
+
+def test_steering_moves_what_it_should(done: tuple[Path, dict[str, Any]]) -> None:
+    figures = {name: own["figures"] for name, own in done[1]["methods"].items()}
+    for name in ("steered", "no lookahead", "best of 2"):
+        assert figures[name]["itself, mean"]["value"] > figures["bare"]["itself, mean"]["value"]
+        assert figures[name]["high, mean"]["value"] < figures["bare"]["high, mean"]["value"]
+
+
+def test_what_was_done_is_not_done_again(
+    done: tuple[Path, dict[str, Any]],
+    data: Path,
+    lm: Any,
+    hmm: HMM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, results = done
+    monkeypatch.delattr(Sampler, "draw")
+    assert run(data, out, lm, hmm) == results
+
+
+def test_interrupted_and_resumed_it_is_the_same(
+    done: tuple[Path, dict[str, Any]], data: Path, lm: Any, hmm: HMM, tmp_path: Path
+) -> None:
+    run(data, tmp_path, lm, hmm, methods=("steered",))
+    file = tmp_path / "generations" / "steered.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:6]) + lines[6][:20])  # as if killed while it was writing
+    again = run(data, tmp_path, lm, hmm, methods=("steered",))
+    assert list(again["methods"]) == ["bare", "steered"]
+    for name, figures in again["methods"].items():
+        assert figures["figures"] == done[1]["methods"][name]["figures"]
+    with pytest.raises(InvalidFileError, match="other settings"):
+        run(data, tmp_path, lm, hmm, methods=("steered",), seed=1)
+    with pytest.raises(InvalidInputError, match="no method 'stered'"):
+        run(data, tmp_path, lm, hmm, methods=("stered",))
+
+
+def test_a_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) -> None:
+    out, results = done
+    text = write_report(results, out).read_text()
+    assert all(f"| {name} |" in text for name in METHODS)
+    assert "trade-off.png" in text
+    assert (out / "trade-off.png").read_bytes().startswith(b"\x89PNG")
+    assert "the attribute low itself" in text
+    assert "| steered | " in text.split("group by group")[1]
+    assert "of 3 |" in text
+    assert (out / "groups.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_on_the_command_line(
+    data: Path,
+    tiny_lm: Path,
+    hmm: HMM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hmm.save_pretrained(tmp_path / "hmm")
+    options = ["--suite", data / "mine.yaml", "--data", data, "--out", tmp_path / "out"]
+    options += ["--prompts", 4, "--continuations", 2, "--method", "steered"]
+    command = ["foretrace", "evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["prompts"] == 4
+    assert list(results["methods"]) == ["bare", "steered"]
+
+
+def test_a_judge_of_ones_own(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--label", "author", "--out", tmp_path / "judge"]
+    command = ["foretrace", "judge", "train", data / "scored.jsonl", *options]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert "3 classes" in capsys.readouterr().out
+
+
+def test_surprise_is_that_of_the_continuation_alone(lm: Any) -> None:
+    """Padded or not, in any company; a blank continuation has none."""
+    tokenizer = word_tokenizer()
+    prompts, texts = ["w1 w2 w3", "w4"], [[" w5 w6", ""], [" w7"]]
+    found = surprise(lm, tokenizer, prompts, texts, begin=0)
+    ids = torch.tensor([[0, *tokenizer("w1 w2 w3 w5 w6").input_ids]])
+    with torch.inference_mode():
+        nats = -lm(ids).logits[0].log_softmax(-1)
+    mean = float(nats[3, ids[0, 4]] + nats[4, ids[0, 5]]) / 2
+    assert found[0][0] == pytest.approx(mean, abs=1e-4)
+    assert found[0][1] is None
+    assert found[1] == pytest.approx(surprise(lm, tokenizer, ["w4"], [[" w7"]], begin=0)[0])
+
+
+def test_prompts_begin_as_texts_do(lm: Any, tmp_path: Path) -> None:
+    from foretrace.evaluate.generations import Method
+
+    sampling = Sampling(continuations=3, max_new_tokens=4, rows=6)
+    for begin in (None, 0):
+        writer = Writer(lm, word_tokenizer(), sampling, [0], begin)
+        written = writer.write(["w1", "w2"], Method("bare"), tmp_path / f"{begin}.jsonl", {})
+        assert [len(each.texts) for each in written] == [3, 3]

@@ -1,0 +1,28 @@
+"""A tiny real sentence encoder: a BERT of random weights with mean pooling, saved as a folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
+    """Write it as sentence-transformers would load it from a hub; it knows the words of `texts`."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel
+
+    from tiny_lm import WORDS, word_tokenizer
+
+    words = [WORDS[0], "w0", *sorted({word for text in texts for word in text.split()})]
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    plain = folder.with_name(f"{folder.name}-plain")
+    BertModel(config).save_pretrained(plain)  # type: ignore[no-untyped-call]
+    word_tokenizer(words, pad_token=WORDS[0]).save_pretrained(plain)
+    read = Transformer(str(plain))
+    SentenceTransformer(modules=[read, Pooling(16)]).save(str(folder))
+    return folder
