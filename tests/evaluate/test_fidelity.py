@@ -1,5 +1,7 @@
 """Fidelity: expectations are the lookahead's own; an LM that is the HMM agrees with them."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
+from foretrace import cli
 from foretrace.attribute import Attribute
 from foretrace.evaluate import fidelity
 from foretrace.hmm import HMM
@@ -65,7 +68,30 @@ class LMThatIsTheHMM:
         return type("Output", (), {"logits": logits})()
 
 
-def test_an_lm_that_is_the_hmm_agrees(tmp_path: Path) -> None:
+def test_on_the_command_line(
+    tiny_lm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    HMM.random(8, len(WORDS), eos_token_id=0, seed=0).save_pretrained(tmp_path / "hmm")
+    odd = (torch.arange(len(WORDS)) % 2).float().clamp_min(0.3)
+    Attribute.from_weights(odd).save(tmp_path / "odd.safetensors")
+    (tmp_path / "prompts.txt").write_text("w1 w2\nw3\nw5 w4\n")
+    command = ["foretrace", "fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd"]
+    command += ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
+    command += ["--rollouts", 8, "--out", tmp_path / "out", "--strength", 2]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert "2 to 20" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "fidelity.json").read_text())
+    assert written["prompts"] == 3
+    assert (tmp_path / "out" / "fidelity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_lm_that_is_the_hmm_agrees() -> None:
     hmm = HMM.random(6, len(WORDS), eos_token_id=0, seed=0)
     weights = (torch.arange(len(WORDS)) % 4 != 1).double() * 0.4 + 0.6
     lookahead = Lookahead(hmm, Attribute.from_weights(weights.float()), 20)

@@ -5,7 +5,18 @@ import sys
 import typer
 
 from foretrace import __version__
-from foretrace.cli import attribute, distill, em, evaluate, explain, fit, generate, hmm, judge
+from foretrace.cli import (
+    attribute,
+    distill,
+    em,
+    evaluate,
+    explain,
+    fidelity,
+    fit,
+    generate,
+    hmm,
+    judge,
+)
 from foretrace.errors import ForetraceError
 
 app = typer.Typer(
@@ -20,6 +31,7 @@ app.command(epilog=fit.EPILOG)(fit.fit)
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command(epilog=fidelity.EPILOG)(fidelity.fidelity)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
 app.add_typer(judge.app, name="judge")

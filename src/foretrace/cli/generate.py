@@ -50,7 +50,7 @@ def generate(
     """Write what follows prompts, steered toward goals."""
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is of --prompts, which is not given.")
-    asked = [*(prompt or []), *_read(prompts, column)]
+    asked = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
     if not asked:
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
     lm, tokenizer = load_lm(model, dtype, device)
@@ -63,11 +63,10 @@ def generate(
         show(writer, asked[start : start + batch_size], seed + start, compare)
 
 
-def _read(file: Path | None, column: str | None) -> list[str]:
+def read_prompts(file: Path, column: str | None) -> list[str]:
+    """Read a column of a table; if it is not named, `prompt`, or else `text`."""
     from foretrace import _tables
 
-    if file is None:
-        return []
     rows = _tables.read_rows(file, [column] if column else [])
     name = column or ("text" if rows and "prompt" not in rows[0] else "prompt")
     return _tables.texts(rows, name, file)

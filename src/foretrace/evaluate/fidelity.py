@@ -37,6 +37,8 @@ class Fidelity:
     """... and the mean over what the LM wrote."""
     pairs: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     """By later tokens: of each prefix, pairs ranked rightly, and pairs."""
+    eap: list[float] = field(default_factory=list)
+    """The EAP of every first token that the LM wrote."""
 
     def summary(self) -> dict[str, Any]:
         """Give rank correlations, calibration and concordance."""
@@ -124,8 +126,13 @@ def _within(
     belief = inference.condition(
         lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
     ).belief
+    own = torch.stack([lookahead.past([token]) for token in firsts]).exp()  # (n, K): weights
+    whole = belief @ _products(lookahead, min(WINDOWS[-1], lookahead.horizon)).T
+    eap = (own * whole.double().cpu()) @ lookahead.terms.coefficients
+    found.eap += eap.clamp(0, 1).tolist()
     for later in WINDOWS:
-        ahead = _combined(lookahead, belief @ lookahead.table[min(later, lookahead.horizon)].T)
+        table = _products(lookahead, min(later, lookahead.horizon))
+        ahead = ((belief @ table.T).double().cpu() @ lookahead.terms.coefficients).numpy()
         outcome = lookahead.attribute.probability([text[:later] for text in rest]).numpy()
         found.pairs.setdefault(later, []).append(
             concordance(ahead, outcome < VIOLATED, np.array(firsts))
@@ -189,10 +196,3 @@ def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
     table = lookahead.table[ahead]
     return 1 - table if lookahead.terms.signed else table
-
-
-def _combined(lookahead: Lookahead, found: torch.Tensor) -> Floats:
-    """Add up the terms of n beliefs' expectations: (n, K) -> (n,)."""
-    products = 1 - found if lookahead.terms.signed else found
-    combined: Floats = (products.double().cpu() @ lookahead.terms.coefficients).numpy()
-    return combined

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foretrace import _io
+from foretrace.attribute import LogitAffine
+from foretrace.evaluate.fidelity import Fidelity
 
 
 def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
@@ -56,6 +60,33 @@ def draw_groups(results: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel(f"{judge}: {rival}")
     axes.set_ylabel(judge)
     axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: str) -> None:
+    """Draw expectations against outcomes, and EAP before and after the goal's transform."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for ahead, facts in fidelity.summary()["across prefixes"].items():
+        bins = facts["calibration"]
+        left.plot(
+            [each["expected"] for each in bins],
+            [each["observed"] for each in bins],
+            marker="o",
+            markersize=4,
+            label=f"{ahead} tokens to come, rank correlation {facts['spearman']:.2f}",
+        )
+    left.axline((0, 0), slope=1, color="grey", linewidth=1)
+    left.set_xlabel(f"{name}: expected by the HMM")
+    left.set_ylabel("mean over what the LM wrote")
+    left.legend(frameon=False, fontsize=8)
+    before = torch.tensor(fidelity.eap, dtype=torch.float64)
+    for label, values in (("EAP", before), ("after the transform", transform(before))):
+        right.hist(values.numpy(), bins=40, range=(0, 1), alpha=0.6, label=label)
+    right.set_xlabel("of every first token that the LM wrote")
+    right.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 
