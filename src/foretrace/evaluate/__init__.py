@@ -1,4 +1,4 @@
-"""What texts are worth: judges that score them."""
+"""What texts are worth: suites, judges, and the field's figures."""
 
 from foretrace.evaluate.judges import Judge, Judgements, judge_texts, load_judge
 
