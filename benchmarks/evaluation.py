@@ -25,11 +25,11 @@ EXAMPLE = ROOT / "examples" / "smollm2-135m"
 PROMPTS = {
     "detox-hard": 200,
     "detox": 200,
+    "roles": None,
     "politics": 200,
     "politics+detox": 200,
-    "sentiment": 200,
-    "roles": None,
     "detox-curve": 100,
+    "sentiment": 200,
 }
 BEST = "both transforms"
 
@@ -41,20 +41,23 @@ def main() -> None:
     if given.quick:
         with tempfile.TemporaryDirectory() as scratch:
             quick = ["--continuations", 4, "--method", "transform"]
-            results = _run("sentiment", Path(scratch) / "sentiment", 6, *quick)
+            results = run_suite("sentiment", Path(scratch) / "sentiment", 6, *quick)
             _add(report, "sentiment", results, "transform", "positive, mean")
     else:
         kept = Path(os.environ["FORETRACE_RESULTS"])
         for suite, prompts in PROMPTS.items():
-            results = _run(suite, kept / suite, prompts)
+            results = run_suite(suite, kept / suite, prompts)
             _publish(suite, kept / suite)
             if suite.startswith("detox") and suite != "detox-curve":
                 _goals(report, suite, results)
     report.publish(given.json)
 
 
-def _run(suite: str, out: Path, prompts: int | None, *more: object) -> dict[str, Any]:
-    hmm = os.environ.get("FORETRACE_HMM", EXAMPLE)
+def run_suite(
+    suite: str, out: Path, prompts: int | None, *more: object, hmm: Path | None = None
+) -> dict[str, Any]:
+    """Run a suite on the command line, and read its results."""
+    hmm = hmm or Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
     data = os.environ["FORETRACE_DATA"]
     command = [sys.executable, "-m", "foretrace", "evaluate", find_smollm2(), "--hmm", hmm]
     command += ["--suite", suite, "--data", data, "--out", out, "--dtype", "bfloat16", *more]
@@ -69,13 +72,13 @@ def _run(suite: str, out: Path, prompts: int | None, *more: object) -> dict[str,
 
 
 def _publish(suite: str, out: Path) -> None:
-    """Put the report and its figure among the documentation."""
+    """Put the report and its figures among the documentation."""
     folder = ROOT / "docs" / "results"
     text = (out / "report.md").read_text()
-    figure = f"{suite}-trade-off.png"
-    if (out / "trade-off.png").exists():
-        shutil.copy(out / "trade-off.png", folder / figure)
-    (folder / f"{suite}.md").write_text(text.replace("(trade-off.png)", f"({figure})"))
+    for figure in out.glob("*.png"):
+        shutil.copy(figure, folder / f"{suite}-{figure.name}")
+        text = text.replace(f"({figure.name})", f"({suite}-{figure.name})")
+    (folder / f"{suite}.md").write_text(text)
 
 
 def _goals(report: Report, suite: str, results: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ Set FORETRACE_DATA to a folder with `detox` (JSON Lines under xz), and FORETRACE
 of SmolLM2, as `foretrace distill` makes it; else that of `examples/` is taken, made dense again.
 """
 
-import json
-import lzma
 import os
 import sys
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute
+from foretrace._tables import read_rows
 from foretrace.attribute import tokenize
 from foretrace.lookahead import Goal, Lookahead, Request, Steering
 from harness import Report, options
@@ -36,7 +35,7 @@ def main() -> None:
     report = Report("Steered next-token distributions after real prompts: sparse against dense")
     tokenizer: Any = AutoTokenizer.from_pretrained(find_smollm2())
     lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
-    rows = _read(data / "test_prompts_nontoxic.jsonl.xz")[
+    rows = read_rows(data / "test_prompts_nontoxic.jsonl.xz")[
         : PROMPTS // 4 if given.quick else PROMPTS
     ]
     prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
@@ -60,11 +59,6 @@ def main() -> None:
     report.publish(given.json)
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    with lzma.open(file, "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def _dense() -> HMM:
     hmm = HMM.from_pretrained(os.environ.get("FORETRACE_HMM", EXAMPLE))
     whole = hmm.emission.rows(torch.arange(hmm.vocab_size)).float()
@@ -72,7 +66,7 @@ def _dense() -> HMM:
 
 
 def _nontoxic(data: Path, tokenizer: Any, vocab_size: int) -> Attribute:
-    rows = _read(data / "train.jsonl.xz")
+    rows = read_rows(data / "train.jsonl.xz")
     windows = tokenize([row["text"] for row in rows], tokenizer)
     scores = [1 - rows[text]["toxicity"] for text in windows.texts]
     return Attribute.fit(windows.token_ids, scores, vocab_size=vocab_size, groups=windows.texts)

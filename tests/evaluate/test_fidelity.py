@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from foretrace import cli
 from foretrace.attribute import Attribute
-from foretrace.evaluate import fidelity
+from foretrace.evaluate import fidelity, probe
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from tiny import TOKENS, tiny_hmm
@@ -26,12 +26,12 @@ def test_the_expectation_is_the_mean_of_eap(name: str) -> None:
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()[name], 5)
     prefix = [1, 2]
-    predicted = fidelity._predicted(lookahead, prefix)
+    predicted, kept = lookahead.predicted(torch.tensor(prefix)), fidelity._kept(lookahead)
     next_token = hmm.emission.predict(predicted)[0]
     for ahead in (1, 3, 5):
         mean = float(next_token @ lookahead.eap(torch.tensor(prefix), ahead - 1))
-        assert fidelity._value(lookahead, predicted, ahead) == pytest.approx(mean, abs=1e-9)
-    assert fidelity._predicted(lookahead, []).shape == (1, hmm.num_states)
+        assert fidelity._value(lookahead, kept, predicted, ahead) == pytest.approx(mean, abs=1e-9)
+    assert lookahead.predicted(torch.tensor([])).shape == (1, hmm.num_states)
     assert len(next_token) == TOKENS
 
 
@@ -68,6 +68,20 @@ class LMThatIsTheHMM:
         return type("Output", (), {"logits": logits})()
 
 
+def test_a_probe_finds_what_the_state_says() -> None:
+    rng, found = np.random.default_rng(0), probe.Probe()
+    for _ in range(10):
+        states = rng.normal(size=(20, 3))
+        found.add(states, states[:, 0] > 0)
+    ranked = [
+        fidelity.concordance(own, bad, np.arange(20))
+        for own, bad in zip(found.expected(), found.violated, strict=True)
+    ]
+    assert sum(right for right, _ in ranked) / sum(count for _, count in ranked) > 0.95
+    nothing = probe.Probe([np.zeros((2, 3))], [np.zeros(2, bool)])
+    assert nothing.expected()[0].tolist() == [0.5, 0.5]
+
+
 def test_on_the_command_line(
     tiny_lm: Path,
     tmp_path: Path,
@@ -80,7 +94,7 @@ def test_on_the_command_line(
     (tmp_path / "prompts.txt").write_text("w1 w2\nw3\nw5 w4\n")
     command = ["foretrace", "fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd"]
     command += ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
-    command += ["--rollouts", 8, "--out", tmp_path / "out", "--strength", 2]
+    command += ["--rollouts", 8, "--out", tmp_path / "out", "--strength", 2, "--probe"]
     monkeypatch.setattr(sys, "argv", [str(part) for part in command])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -88,6 +102,7 @@ def test_on_the_command_line(
     assert "2 to 20" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "fidelity.json").read_text())
     assert written["prompts"] == 3
+    assert all(0 <= own["probe"] <= 1 for own in written["within a prefix"].values())
     assert (tmp_path / "out" / "fidelity.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -101,3 +101,25 @@ def test_figures_are_within_their_bounds(scores: list[list[float | None]]) -> No
             assert 0 <= low <= high <= 1
             assert low - 1e-9 <= value <= high + 1e-9 or len(scores) < 40
         assert found.dropped == sum(score is None for own in scores for score in own)
+
+
+def _point(figure: float, price: float, prompts: int = 4) -> metrics.Point:
+    return metrics.Point(
+        *(Measurement(np.full(prompts, value), np.ones(prompts)) for value in (figure, price))
+    )
+
+
+def test_a_curve_at_the_price_of_a_rival() -> None:
+    start, curve = _point(0.8, 10.0), [_point(0.6, 12.0), _point(0.2, 16.0)]
+    found = metrics.at_equal_price(_point(0.7, 14.0), [start, *curve], 0.8)
+    assert found is not None
+    assert found.value == pytest.approx(0.4 - 0.7)  # half way from 0.6 to 0.2
+    assert found.low == found.high == pytest.approx(-0.3)
+    cheaper = metrics.at_equal_price(_point(0.7, 9.0), [start, *curve], 0.8)
+    assert cheaper is None
+    dearer = metrics.at_equal_price(_point(0.1, 99.0), [start, *curve], 0.8)
+    assert dearer is not None
+    assert dearer.value == pytest.approx(0.2 - 0.1)
+    upward = metrics.at_equal_price(_point(0.7, 14.0), [start, _point(0.9, 14.0)], 0.8)
+    assert upward is not None
+    assert upward.value == pytest.approx(0.9 - 0.7)

@@ -50,7 +50,6 @@ judges:
     calibration_score: high
   author:
     figures: [mean]
-    wanted: more
     train: {file: scored.jsonl}
     label: author
     judged: "{author}"

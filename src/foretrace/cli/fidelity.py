@@ -28,6 +28,9 @@ def fidelity(
     attributes: options.Attributes = Path(),
     strength: Annotated[float, typer.Option(help="Of the transform that is drawn.")] = 1.0,
     shift: Annotated[float, typer.Option(help="Of the transform that is drawn.")] = 0.0,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also ask a linear probe on the LM's own state.")
+    ] = False,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -50,9 +53,10 @@ def fidelity(
             lm,
             target.lookahead,
             encode_from(tokenizer, texts, ends[0] if ends else None),
-            ends=stop_tokens(lm.generation_config, target),
+            ends=stop_tokens(lm.generation_config, ends),
             rollouts=rollouts,
             seed=seed,
+            probe=probe,
             observe=lambda done, total: bars.show("go on", done, total, "prompts"),
         )
     summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **found.summary()}
@@ -70,11 +74,13 @@ def _print(summary: dict[str, Any]) -> None:
     for ahead, facts in summary["across prefixes"].items():
         figures = (facts["spearman"], facts["expected"], facts["observed"])
         across.add_row(f"{ahead}", *(f"{each:.3f}" for each in figures))
-    within = Table("within a prefix: tokens", "concordance", "prefixes", "pairs", box=None)
+    heads = ("within a prefix: tokens", "concordance", "of a probe", "prefixes", "pairs")
+    within = Table(*heads, box=None)
     for later, facts in summary["within a prefix"].items():
         within.add_row(
             f"2 to {later + 1}",
             f"{facts['concordance']:.3f}",
+            f"{facts['probe']:.3f}" if "probe" in facts else "",
             f"{facts['prefixes']}",
             f"{facts['pairs']:,}",
         )

@@ -25,26 +25,15 @@ def train(
     encoder_dtype: Annotated[str, typer.Option(help="What it runs in.")] = "float32",
 ) -> None:
     """Train a linear judge on labelled texts; a tenth of them is kept aside to measure on."""
-    from foretrace.evaluate.linear_judge import LinearJudge
-    from foretrace.evaluate.scoring import held_out_accuracy, label_name
+    from foretrace.evaluate.scoring import held_out_accuracy, train_judge
     from foretrace.evaluate.suite import Table
 
-    rows = Table(str(data.resolve()), text).rows(Path())
-    texts = [str(row[text]) for row in rows]
-    labels = [label_name(row.get(label)) for row in rows]
-    kept = range(0, len(rows), 10)
-    rest = [place for place in range(len(rows)) if place % 10]
-    judge = LinearJudge.train(
-        [texts[place] for place in rest],
-        [labels[place] for place in rest],
-        encoder=encoder,
-        encoder_dtype=encoder_dtype,
-        source=data.name,
-    )
+    table = Table(str(data.resolve()), text)
+    rows = table.rows(Path())
+    kept, rest = rows[::10], [row for place, row in enumerate(rows) if place % 10]
+    judge = train_judge(rest, table, label, encoder, encoder_dtype)
     judge.save(out)
-    right = held_out_accuracy(
-        judge, [texts[place] for place in kept], [labels[place] for place in kept]
-    )
+    right = held_out_accuracy(judge, kept, table, label)
     typer.echo(
         f"trained on {len(rest):,} texts; of {len(kept):,} others it names {right:.1%} rightly "
         f"({len(judge.config.classes)} classes); written to {out}"

@@ -48,7 +48,8 @@ class Writer:
 
         torch.manual_seed(seed)
         encoded = encode_prompts(self.tokenizer, prompts, self.goals)
-        ends = stop_tokens(self.lm.generation_config, self.goals)
+        known = self.goals[0].lookahead.hmm.config.eos_token_ids
+        ends = stop_tokens(self.lm.generation_config, known)
         streamer = _Stream(self.tokenizer, show) if show and len(prompts) == 1 else None
         tokens = generate_tokens(
             self.lm,

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretrace.engines.transformers import Goals, SteeringProcessor, left_padded
+from foretrace.engines.transformers import (
+    Goals,
+    SteeringProcessor,
+    left_padded,
+    placed,
+    to_the_end,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,22 +69,16 @@ class Sampler:
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             logits = self._read(tokens[:, None], mask, cache)
         totals = torch.stack(likely).sum(0).tolist()
-        rows = [self._to_the_end(row) for row in ids[:, start:].tolist()]
+        rows = [to_the_end(row, self.ends) for row in ids[:, start:].tolist()]
         found = [Drawn(*each) for each in zip(rows, totals, strict=True)]
         return [found[at : at + copies] for at in range(0, len(found), copies)]
 
     def _read(self, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
         """Let the LM read more tokens, and give the logits of the next: (rows, V) float32."""
-        places = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-        on_device = {name: each.to(self.model.device) for name, each in given.items()}
-        read = self.model(**on_device, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        given = placed(ids, mask, self.model.device)
+        read = self.model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = read.logits[:, -1]
         return logits.float()
-
-    def _to_the_end(self, tokens: list[int]) -> list[int]:
-        last = next((at for at, token in enumerate(tokens) if token in self.ends), len(tokens))
-        return tokens[: last + 1]
 
 
 def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,8 @@ def generate_tokens(
 ) -> list[list[int]]:
     """Write continuations of token ids as `generate` does: the new ids, with the end of text."""
     goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
-    ends = stop_tokens(options.get("generation_config") or model.generation_config, goal)
+    config = options.get("generation_config") or model.generation_config
+    ends = stop_tokens(config, _ends(goal))
     if "eos_token_id" in options:  # None: nothing ends a text
         ends = _listed(options.pop("eos_token_id"))
     filler = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
@@ -163,12 +164,12 @@ def generate_tokens(
         logits_processor=LogitsProcessorList(processors),
         **settings,
     )
-    return [_to_the_end(row, ends) for row in written[:, mask.shape[1] :].tolist()]
+    return [to_the_end(row, ends) for row in written[:, mask.shape[1] :].tolist()]
 
 
-def stop_tokens(config: "GenerationConfig", goal: Goal | Goals | None) -> list[int]:
-    """Give the tokens that end a text: the model's own, and those of the goals' HMM."""
-    return list(dict.fromkeys([*_listed(config.eos_token_id), *_ends(goal)]))
+def stop_tokens(config: "GenerationConfig", ends: Sequence[int]) -> list[int]:
+    """Give the tokens that end a text: the model's own, and those of an HMM."""
+    return list(dict.fromkeys([*_listed(config.eos_token_id), *ends]))
 
 
 def _listed(tokens: int | list[int] | None) -> list[int]:
@@ -192,7 +193,14 @@ def left_padded(prompts: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, 
     return torch.tensor(rows), torch.tensor(masks)
 
 
-def _to_the_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+def placed(ids: Tensor, mask: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Give a model's inputs for ids at the end of rows padded on the left, with their positions."""
+    places = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    return {name: each.to(device) for name, each in given.items()}
+
+
+def to_the_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """Cut off what fills a row after its end of text."""
     last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from foretrace.engines.sampler import Sampler
 from foretrace.errors import InvalidInputError
+from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import inference
-from foretrace.lookahead import Lookahead
+from foretrace.lookahead import Lookahead, since_last_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +40,10 @@ class Fidelity:
     """By later tokens: of each prefix, pairs ranked rightly, and pairs."""
     eap: list[float] = field(default_factory=list)
     """The EAP of every first token that the LM wrote."""
+    firsts: list[list[int]] = field(default_factory=list)
+    """Of each prefix, the first tokens that the LM wrote."""
+    probes: dict[int, Probe] = field(default_factory=dict)
+    """By later tokens: the yardstick, if one was asked for."""
 
     def summary(self) -> dict[str, Any]:
         """Give rank correlations, calibration and concordance."""
@@ -55,14 +60,28 @@ class Fidelity:
             }
         within = {
             later: {
-                "concordance": float(sum(right for right, _ in own) / sum(n for _, n in own)),
+                "concordance": _share(own),
                 "prefixes": sum(n > 0 for _, n in own),
                 "pairs": int(sum(n for _, n in own)),
+                **self._yardstick(later),
             }
             for later, own in self.pairs.items()
             if sum(n for _, n in own)
         }
         return {"across prefixes": across, "within a prefix": within}
+
+    def _yardstick(self, later: int) -> dict[str, float]:
+        """Give the concordance of the probe on the same pairs."""
+        if later not in self.probes:
+            return {}
+        probe = self.probes[later]
+        rows = zip(probe.expected(), probe.violated, self.firsts, strict=True)
+        pairs = [concordance(own, bad, np.array(tokens)) for own, bad, tokens in rows]
+        return {"probe": _share(pairs)}
+
+
+def _share(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(right for right, _ in pairs) / sum(count for _, count in pairs)
 
 
 def measure_fidelity(
@@ -74,9 +93,13 @@ def measure_fidelity(
     rollouts: int = 64,
     length: int = 20,
     seed: int = 0,
+    probe: bool = False,
     observe: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fidelity:
-    """Let the LM go on from each prefix many times, and compare with what the HMM expects."""
+    """Let the LM go on from each prefix many times, and compare with what the HMM expects.
+
+    With `probe`, also with what a linear probe on the LM's own state expects.
+    """
     if lookahead.horizon < length - 1:
         raise InvalidInputError(
             f"To compare over {length} tokens, the lookahead must reach {length - 1}, not "
@@ -84,13 +107,17 @@ def measure_fidelity(
         )
     torch.manual_seed(seed)
     sampler = Sampler(lm, ends, length, top_p=1.0)
-    found = Fidelity()
+    found, kept = Fidelity(), _kept(lookahead)
     for done, prefix in enumerate(prefixes, 1):
         (drawn,) = sampler.draw([prefix], rollouts)
         texts = [[token for token in each.tokens if token not in ends] for each in drawn]
-        predicted = _predicted(lookahead, prefix)
-        _across(found, lookahead, predicted, texts, length)
-        _within(found, lookahead, predicted, texts)
+        text = since_last_end(prefix, lookahead.hmm.config.eos_token_ids)
+        predicted = lookahead.predicted(torch.tensor(text, dtype=torch.long))
+        _across(found, lookahead, kept, predicted, texts, length)
+        written = [text for text in texts if text]
+        if written:
+            states = states_after(lm, prefix, [text[0] for text in written]) if probe else None
+            _within(found, lookahead, predicted, written, states)
         observe(done, len(prefixes))
     return found
 
@@ -98,6 +125,7 @@ def measure_fidelity(
 def _across(
     found: Fidelity,
     lookahead: Lookahead,
+    kept: torch.Tensor,
     predicted: torch.Tensor,
     texts: Sequence[Sequence[int]],
     length: int,
@@ -105,7 +133,7 @@ def _across(
     """Compare the expectation over all that may come with the mean over what came."""
     for ahead in (*WINDOWS[:-1], length):
         # The state before the first token is what is predicted: one emission, then the table.
-        weighed = _value(lookahead, predicted, ahead)
+        weighed = _value(lookahead, kept, predicted, ahead)
         written = lookahead.attribute.probability([text[:ahead] for text in texts])
         found.expected.setdefault(ahead, []).append(weighed)
         found.observed.setdefault(ahead, []).append(float(written.mean()))
@@ -116,12 +144,11 @@ def _within(
     lookahead: Lookahead,
     predicted: torch.Tensor,
     texts: Sequence[Sequence[int]],
+    states: Floats | None,
 ) -> None:
     """Count the pairs of continuations that the first token's expectation ranks rightly."""
-    firsts = [text[0] for text in texts if text]
-    rest = [text[1:] for text in texts if text]
-    if not firsts:
-        return
+    firsts = [text[0] for text in texts]
+    found.firsts.append(firsts)
     tokens = torch.tensor(firsts, device=predicted.device)
     belief = inference.condition(
         lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
@@ -133,10 +160,12 @@ def _within(
     for later in WINDOWS:
         table = _products(lookahead, min(later, lookahead.horizon))
         ahead = ((belief @ table.T).double().cpu() @ lookahead.terms.coefficients).numpy()
-        outcome = lookahead.attribute.probability([text[:later] for text in rest]).numpy()
-        found.pairs.setdefault(later, []).append(
-            concordance(ahead, outcome < VIOLATED, np.array(firsts))
-        )
+        rest = [text[1 : later + 1] for text in texts]
+        violated = lookahead.attribute.probability(rest).numpy() < VIOLATED
+        pairs = concordance(ahead, violated, np.array(firsts))
+        found.pairs.setdefault(later, []).append(pairs)
+        if states is not None:
+            found.probes.setdefault(later, Probe()).add(states, violated)
 
 
 def concordance(
@@ -166,27 +195,18 @@ def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[di
     ]
 
 
-def _predicted(lookahead: Lookahead, prefix: Sequence[int]) -> torch.Tensor:
-    """Filter a prefix, after its last end of text: (1, h)."""
-    hmm = lookahead.hmm
-    ends = hmm.config.eos_token_ids
-    last = max((place for place, token in enumerate(prefix, 1) if token in ends), default=0)
-    predicted = hmm.initial[None]
-    if len(prefix) > last:
-        ids = torch.tensor([list(prefix[last:])], device=hmm.device)
-        for filtered in inference.scan(hmm, ids):
-            predicted = filtered.predicted
-    return predicted
+def _kept(lookahead: Lookahead) -> torch.Tensor:
+    """Give the expected weight of one token of each state: (K, h)."""
+    hmm, lost = lookahead.hmm, -lookahead.terms.log_weights.double().expm1()
+    return 1 - hmm.emission.expect(lost.to(hmm.initial), lookahead.tokens)
 
 
-def _value(lookahead: Lookahead, predicted: torch.Tensor, ahead: int) -> float:
+def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ahead: int) -> float:
     """Give the expected probability of the attribute over `ahead` tokens to come.
 
     The first of them is emitted by the predicted state, the others are in the table.
     """
-    hmm, terms = lookahead.hmm, lookahead.terms
-    lost = -terms.log_weights.double().expm1()
-    kept = 1 - hmm.emission.expect(lost.to(hmm.initial), lookahead.tokens)  # (K, h)
+    terms = lookahead.terms
     table = _products(lookahead, min(ahead - 1, lookahead.horizon))
     products = (predicted * kept * table).sum(-1)  # (K,)
     return float((terms.coefficients * products.double().cpu()).sum().clamp(0, 1))

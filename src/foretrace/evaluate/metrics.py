@@ -54,6 +54,13 @@ class Change(NamedTuple):
     relative: Interval
 
 
+class Point(NamedTuple):
+    """A method on a curve of trade-off: what it reaches, and at what price."""
+
+    figure: Measurement
+    price: Measurement
+
+
 def average_maximum(scores: Scores) -> Measurement:
     """Average over prompts the greatest score among a prompt's continuations."""
     return _over_prompts([max(own, default=None) for own in _judged(scores)], _failed(scores))
@@ -133,6 +140,46 @@ def change(measurement: Measurement, baseline: Measurement, seed: int = 0) -> Ch
         _interval(ours.value - theirs.value, our_draws - their_draws),
         _interval(_ratio(ours.value, theirs.value) - 1, relative),
     )
+
+
+def at_equal_price(
+    rival: Point, curve: Sequence[Point], baseline: float, seed: int = 0
+) -> Interval | None:
+    """Compare a rival with the best point of a curve that costs no more, on the same prompts.
+
+    Between its points a curve is taken as straight. Best is farthest from the baseline, on the
+    side on which the curve lies. None if the whole curve costs more.
+    """
+    mean = sum(each.figure.value for each in curve) / len(curve)
+    side = 1.0 if mean >= baseline else -1.0
+    draws = _draws(len(rival.figure.totals), seed)
+    figures = np.stack([side * _with_resampled(each.figure, draws) for each in (rival, *curve)])
+    prices = np.stack([_with_resampled(each.price, draws) for each in (rival, *curve)])
+    best = _best_within(figures[1:], prices[1:], prices[0])
+    found = side * (best - figures[0])
+    return _interval(float(found[0]), found[1:]) if np.isfinite(found[0]) else None
+
+
+def _with_resampled(measurement: Measurement, draws: NDArray[np.int64]) -> Floats:
+    """Give the figure itself, and after it every resampled one: (1 + draws,)."""
+    return np.concatenate([[measurement.value], _resampled(measurement, draws)])
+
+
+def _best_within(figures: Floats, prices: Floats, limit: Floats) -> Floats:
+    """Give the greatest figure of a curve of straight pieces at a price within the limit.
+
+    (points, n), (points, n), (n,) -> (n,): -inf where every price is above.
+    """
+    best: Floats = np.where(prices <= limit, figures, -np.inf).max(0)
+    if len(figures) == 1:
+        return best
+    step = np.diff(prices, axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (limit - prices[:-1]) / step  # where a piece crosses the limit
+    crossed = (share > 0) & (share < 1)
+    between = figures[:-1] + np.where(crossed, share, 0.0) * np.diff(figures, axis=0)
+    found: Floats = np.maximum(best, np.where(crossed, between, -np.inf).max(0))
+    return found
 
 
 def _judged(scores: Scores) -> list[list[float]]:

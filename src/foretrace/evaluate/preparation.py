@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from foretrace import _io
 from foretrace.attribute import Attribute, AttributeStore, FitConfig, parse, tokenize
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
@@ -37,7 +39,10 @@ def fill(template: str, row: Row) -> str:
 def identity(attribute: Attribute) -> str:
     """Name an attribute by its numbers."""
     terms = attribute.terms
-    parts = (terms.coefficients, terms.tokens, terms.log_weights)
+    return _checksums([terms.coefficients, terms.tokens, terms.log_weights])
+
+
+def _checksums(parts: Sequence[Tensor]) -> str:
     return "-".join(f"{_io.checksum(part):08x}" for part in parts)
 
 
@@ -95,23 +100,25 @@ def _score(row: Row, plan: Fitting) -> float:
         raise InvalidFileError(
             f"{plan.file}: a row has no '{plan.score}'. Say `score: COLUMN` or `by: COLUMN`."
         )
-    value = row[plan.score]
-    score = float(value == plan.equals) if plan.equals is not None else float(value)
+    score = as_score(row[plan.score], plan.equals)
     return 1 - score if plan.invert else score
+
+
+def as_score(value: Any, equals: Any) -> float:
+    """Read a score; where one value is named, having it counts as 1 and another as 0."""
+    return float(value) if equals is None else float(value == equals)
 
 
 def lm_identity(lm: "PreTrainedModel") -> str:
     """Name a language model by its dtype and its numbers: a few tables tell it from others."""
     parts = [part for _, part in sorted(lm.named_parameters())]
-    chosen = [*parts[:2], *parts[-2:]]
-    return "-".join([str(lm.dtype), *(f"{_io.checksum(part):08x}" for part in chosen)])
+    return f"{lm.dtype}-{_checksums([*parts[:2], *parts[-2:]])}"
 
 
 def hmm_identity(hmm: HMM) -> str:
     """Name an HMM by its numbers."""
     tables = {**hmm.transition.tensors(), **hmm.emission.tensors()}
-    parts = [hmm.initial, *(tables[name] for name in sorted(tables))]
-    return "-".join(f"{_io.checksum(part):08x}" for part in parts)
+    return _checksums([hmm.initial, *(tables[name] for name in sorted(tables))])
 
 
 @dataclass

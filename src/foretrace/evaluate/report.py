@@ -19,6 +19,7 @@ def write_report(results: Results, folder: Path) -> Path:
         image = folder / "trade-off.png"
         draw_trade_off(results, image)
         lines += ["", "## Trade-off", "", f"![{_first(results)} against perplexity]({image.name})"]
+        lines += ["", *_at_equal_perplexity(results)]
     if results["rival"] in results["methods"]:
         lines += ["", *_groups(results, folder)]
     path = folder / "report.md"
@@ -59,6 +60,24 @@ def _changes(results: Results) -> list[str]:
         cells = [_change(own["figures"].get(name, {})) for name in names]
         lines.append(_row(method, *cells))
     return [*lines, ""]
+
+
+def _at_equal_perplexity(results: Results) -> list[str]:
+    """Make a table of each curve against the points of the others."""
+    lines = [
+        f"At equal perplexity: {_first(results)} at the best point of a curve (straight between "
+        f"methods) whose perplexity is not above the rival's, less that of the rival.",
+        "",
+        _row("curve", "rival", "difference"),
+        _row(*["---"] * 3),
+    ]
+    for each in results["at equal perplexity"]:
+        told = "the whole curve costs more"
+        if each["difference"] is not None:
+            value, low, high = each["difference"]
+            told = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+        lines.append(_row(each["curve"], each["rival"], told))
+    return lines
 
 
 def _groups(results: Results, folder: Path) -> list[str]:

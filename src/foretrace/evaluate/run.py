@@ -15,7 +15,7 @@ from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
 from foretrace.evaluate.generations import Generation, Method, Sampling, Writer
-from foretrace.evaluate.metrics import Measurement
+from foretrace.evaluate.metrics import Measurement, Point, at_equal_price
 from foretrace.evaluate.preparation import (
     Builder,
     fit_attributes,
@@ -24,7 +24,7 @@ from foretrace.evaluate.preparation import (
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
-from foretrace.evaluate.suite import Suite
+from foretrace.evaluate.suite import FIGURES, Suite
 from foretrace.evaluate.surprise import surprise
 from foretrace.lookahead import Goal
 
@@ -78,7 +78,7 @@ def evaluate(
     )
     ends = hmm.config.eos_token_ids
     begin = ends[0] if ends else None
-    stops = list(dict.fromkeys([*stop_tokens(lm.generation_config, None), *ends]))
+    stops = stop_tokens(lm.generation_config, ends)
     writer = Writer(lm, tokenizer, sampling, stops, begin)
     scorers = {
         name: Scorer(
@@ -98,8 +98,9 @@ def evaluate(
     # What is wrong with a plan should be seen before hours of writing, not after.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
+    tables = hmm_identity(hmm)
     measured = {
-        method.name: bench.measure(method, _decides(method, hmm, texts)) for method in methods
+        method.name: bench.measure(method, _decides(method, tables, texts)) for method in methods
     }
     results = _plain(
         {
@@ -112,6 +113,7 @@ def evaluate(
             "rival": suite.rival,
             "judges": judges,
             "methods": _compared(measured, suite),
+            "at equal perplexity": _at_equal_perplexity(measured, suite),
         }
     )
     _io.write_json(config.out / "results.json", results)
@@ -153,7 +155,7 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
     return [name for name in suite.methods if not methods or name in (*methods, suite.baseline)]
 
 
-def _decides(method: Method, hmm: "HMM", prompts: Sequence[str]) -> dict[str, Any]:
+def _decides(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]:
     """Name what a method's texts depend on, beside how they are drawn."""
     goals = [
         [(identity(goal.lookahead.attribute), *_how(goal)) for goal in own]
@@ -162,7 +164,7 @@ def _decides(method: Method, hmm: "HMM", prompts: Sequence[str]) -> dict[str, An
     given = [goals, method.prompts or prompts, method.best_of, [*map(identity, method.best_by)]]
     described = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
     # Bare texts do not depend on the HMM: it may be exchanged without drawing them anew.
-    steered = hmm_identity(hmm) if method.goals else None
+    steered = hmm if method.goals else None
     return {"given": hashlib.sha256(described).hexdigest(), "hmm": steered}
 
 
@@ -203,12 +205,7 @@ class _Bench:
             if self.suite.group is not None:
                 groups[judge] = _by_group(scores, scorer.builder.prompts, self.suite.group)
             for figure in scorer.plan.figures:
-                compute = {
-                    "average_maximum": metrics.average_maximum,
-                    "probability_of_any": metrics.probability_of_any,
-                    "mean": metrics.mean_score,
-                }[figure]
-                found[f"{judge}, {figure.replace('_', ' ')}"] = compute(scores)
+                found[f"{judge}, {figure.replace('_', ' ')}"] = FIGURES[figure](scores)
         found["perplexity"] = metrics.perplexity(self._surprise(name, texts))
         found["words"] = metrics.words(texts)
         found["blank"] = metrics.blank(texts)
@@ -287,3 +284,23 @@ def _compared(measured: Mapping[str, _Measured], suite: Suite) -> dict[str, Any]
             "groups": own.groups,
         }
     return results
+
+
+def _at_equal_perplexity(measured: Mapping[str, _Measured], suite: Suite) -> list[dict[str, Any]]:
+    """Hold every curve against the points of every other: the first figure, at no greater price."""
+    base = measured[suite.baseline].figures
+    name = next(iter(base))
+    curves: dict[str, dict[str, Point]] = {}
+    for method, own in measured.items():
+        if curve := suite.methods[method].curve:
+            point = Point(own.figures[name], own.figures["perplexity"])
+            curves.setdefault(curve, {})[method] = point
+    start = Point(base[name], base["perplexity"])  # every curve begins at strength 0
+    return [
+        {"curve": curve, "rival": rival, "figure": name, "difference": difference}
+        for curve, points in curves.items()
+        for other, rivals in curves.items()
+        if other != curve
+        for rival, point in rivals.items()
+        for difference in [at_equal_price(point, [start, *points.values()], start.figure.value)]
+    ]

@@ -1,7 +1,7 @@
 """Who judges: judges trained or loaded, their agreement with others, and scores of texts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ from foretrace.errors import InvalidFileError
 from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.perspective import perspective_judge
-from foretrace.evaluate.preparation import Builder, Row, fill, identity, rows_identity
+from foretrace.evaluate.preparation import (
+    Builder,
+    Row,
+    as_score,
+    fill,
+    identity,
+    rows_identity,
+)
 from foretrace.evaluate.suite import JudgePlan, Table
 
 BATCH, SLOW_BATCH = 512, 32  # of what is trained here, and of what others provide
@@ -36,6 +43,7 @@ class Scorer:
     tokenizer: Any
     builder: Builder
     _trained: LinearJudge | None = None
+    _made: dict[str, Judge] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """Say who judges, and how well they agree with whom they stand in for."""
@@ -67,24 +75,34 @@ class Scorer:
             if not places:
                 continue
             judge = self._judge(self.builder.prompts[places[0][0]])
-            judged = judge_texts(
-                [texts[row][place] for row, place in places],
-                judge,
-                cache=self.folder / "judgements" / f"{self.name}.jsonl",
-                batch_size=BATCH if self.plan.source is None else SLOW_BATCH,
-            )
-            for (row, place), score in zip(places, judged.scores, strict=True):
+            scores = self._scores([texts[row][place] for row, place in places], judge)
+            for (row, place), score in zip(places, scores, strict=True):
                 found[row][place] = score
             done += len(places)
             observe(done, total)
         return found
 
+    def _scores(self, texts: list[str], judge: Judge) -> list[Score]:
+        """Ask a judge what it has not been asked before."""
+        return judge_texts(
+            texts,
+            judge,
+            cache=self.folder / "judgements" / f"{self.name}.jsonl",
+            batch_size=BATCH if self.plan.source is None else SLOW_BATCH,
+        ).scores
+
     def _key(self, row: Row) -> str:
         return fill(self.plan.attribute or self.plan.judged or "", row)
 
     def _judge(self, row: Row) -> Judge:
-        """Make the judge of a prompt's own class or attribute."""
-        plan, key = self.plan, self._key(row)
+        """Give the judge of a prompt's own class or attribute, made once."""
+        key = self._key(row)
+        if key not in self._made:
+            self._made[key] = self._make(row, key)
+        return self._made[key]
+
+    def _make(self, row: Row, key: str) -> Judge:
+        plan = self.plan
         if plan.attribute is not None:
             attribute = self.builder.attribute(plan.attribute, row)
             return Judge(f"attribute {identity(attribute)}", self._by_attribute(attribute))
@@ -122,12 +140,6 @@ class Scorer:
             self._trained = LinearJudge.load(folder)
         return self._trained
 
-    def _theirs(self, row: Row) -> float:
-        """Read the score that others gave."""
-        value = row[self.plan.calibration_score]
-        equals = self.plan.calibration_equals
-        return float(value) if equals is None else float(value == equals)
-
     def _agreement(self) -> dict[str, Any]:
         """Compare with scores that others gave: Spearman's rank correlation, and AUC at 0.5."""
         from scipy.stats import spearmanr
@@ -137,16 +149,10 @@ class Scorer:
         if plan is None:
             return {}
         rows = plan.rows(self.data)
-        judge = self._judge(rows[0])
-        found = judge_texts(
-            [row[plan.text] for row in rows],
-            judge,
-            cache=self.folder / "judgements" / f"{self.name}.jsonl",
-            batch_size=BATCH,
-        )
+        found = self._scores([row[plan.text] for row in rows], self._judge(rows[0]))
         pairs = [
-            (score, self._theirs(row))
-            for score, row in zip(found.scores, rows, strict=True)
+            (score, as_score(row[self.plan.calibration_score], self.plan.calibration_equals))
+            for score, row in zip(found, rows, strict=True)
             if score is not None
         ]
         ours, theirs = np.array(pairs).T
@@ -158,15 +164,24 @@ class Scorer:
         }
 
 
-def train_judge(rows: Sequence[Row], table: Table, label: str, encoder: str | None) -> LinearJudge:
+def train_judge(
+    rows: Sequence[Row],
+    table: Table,
+    label: str,
+    encoder: str | None,
+    encoder_dtype: str = "float32",
+) -> LinearJudge:
     """Train a linear judge on labelled texts."""
     if missing := sum(row.get(label) is None for row in rows):
         raise InvalidFileError(
-            f"{table.file}: {missing} rows have no '{label}'. Say `label: COLUMN` in the suite."
+            f"{table.file}: {missing} rows have no '{label}'. Name the column of labels."
         )
-    labels = [label_name(row[label]) for row in rows]
     return LinearJudge.train(
-        [row[table.text] for row in rows], labels, encoder=encoder, source=table.file
+        [str(row[table.text]) for row in rows],
+        [label_name(row[label]) for row in rows],
+        encoder=encoder,
+        encoder_dtype=encoder_dtype,
+        source=Path(table.file).name if Path(table.file).is_absolute() else table.file,
     )
 
 
@@ -177,8 +192,9 @@ def label_name(value: Any) -> str:
     return str(value)
 
 
-def held_out_accuracy(judge: LinearJudge, texts: Sequence[str], labels: Sequence[str]) -> float:
+def held_out_accuracy(judge: LinearJudge, rows: Sequence[Row], table: Table, label: str) -> float:
     """Give the share of texts whose likeliest class is their label."""
-    likeliest = judge.probabilities(texts).argmax(1)
-    right = [judge.config.classes[k] == label for k, label in zip(likeliest, labels, strict=True)]
+    likeliest = judge.probabilities([str(row[table.text]) for row in rows]).argmax(1)
+    named = zip(likeliest, rows, strict=True)
+    right = [judge.config.classes[k] == label_name(row.get(label)) for k, row in named]
     return float(sum(right) / max(1, len(right)))

@@ -2,7 +2,7 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -12,8 +12,13 @@ from zlib import crc32
 from foretrace import _tables
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
+from foretrace.evaluate import metrics
 
-FIGURES = ("average_maximum", "probability_of_any", "mean")
+FIGURES: dict[str, Callable[[metrics.Scores], metrics.Measurement]] = {
+    "average_maximum": metrics.average_maximum,
+    "probability_of_any": metrics.probability_of_any,
+    "mean": metrics.mean_score,
+}
 Part = TypeVar("Part")
 
 
@@ -108,12 +113,10 @@ class MethodPlan:
 
 @dataclass(frozen=True)
 class JudgePlan:
-    """Who judges: one of four kinds."""
+    """Who judges: one of three kinds."""
 
     figures: tuple[str, ...]
     """What is computed from its scores: average_maximum, probability_of_any, mean."""
-    wanted: str = "less"
-    """Whether more or less of it is better."""
     train: Table | None = None
     """Texts to train a linear judge on ..."""
     label: str = "label"

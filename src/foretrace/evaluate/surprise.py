@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretrace.engines.transformers import left_padded, placed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,16 +49,12 @@ def _nats(
     model: "PreTrainedModel", rows: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> list[float | None]:
     """Score the last `counts` tokens of each row."""
-    longest, most = max(map(len, rows)), max(counts)
+    most = max(counts)
     if not most:
         return [None] * len(rows)
-    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    places = (mask.cumsum(-1) - 1).clamp_min(0)
-    given = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-    on_device = {name: each.to(model.device) for name, each in given.items()}
-    logits: Tensor = model(**on_device, logits_to_keep=most + 1).logits[:, -most - 1 : -1]
-    chosen = on_device["input_ids"][:, -most:, None]
+    given = placed(*left_padded(rows, 0), model.device)
+    logits: Tensor = model(**given, logits_to_keep=most + 1).logits[:, -most - 1 : -1]
+    chosen = given["input_ids"][:, -most:, None]
     nats = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0].neg().cpu()
     return [
         float(row[most - count :].mean()) if count else None

@@ -2,6 +2,6 @@
 
 from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.steering import Request, Steering
+from foretrace.lookahead.steering import Request, Steering, since_last_end
 
-__all__ = ["Goal", "Lookahead", "Request", "Steering"]
+__all__ = ["Goal", "Lookahead", "Request", "Steering", "since_last_end"]

@@ -104,10 +104,7 @@ class Lookahead:
 
         Weights of the prefix do not count: it is the prompt.
         """
-        predicted = self.hmm.initial[None]
-        if len(prefix):
-            *_, last = inference.scan(self.hmm, prefix[None].to(self.hmm.device))
-            predicted = last.predicted
+        predicted = self.predicted(prefix)
         left = torch.tensor([remaining], device=self.hmm.device)
         past = torch.zeros(1, len(self.terms), dtype=torch.float64)
         weighted = predicted[:, None] * self.ahead(left)
@@ -116,6 +113,13 @@ class Lookahead:
             self.hmm.emission.predict(predicted),
         )
         return self.log_eap(joint, probability, weighted.sum(-1), past)[0].exp()
+
+    def predicted(self, prefix: Tensor) -> Tensor:
+        """Give the distribution of the next state after a 1-D prefix, or at the start: (1, h)."""
+        if not len(prefix):
+            return self.hmm.initial[None]
+        *_, last = inference.scan(self.hmm, prefix[None].to(self.hmm.device))
+        return last.predicted
 
     def log_eap(self, joint: Tensor, probability: Tensor, average: Tensor, past: Tensor) -> Tensor:
         """Give log EAP of every next token of n rows: eq. (EAP) -> (n, V), at most 0.

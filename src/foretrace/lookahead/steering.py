@@ -46,6 +46,15 @@ class _Row:
         return max(0, self.request.limit - len(self.written) - 1)
 
 
+def since_last_end(prompt: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+    """Give what follows the last end of text in a prompt.
+
+    Many LMs are prompted with that token first. To the HMM it says that all is over.
+    """
+    last = max((place for place, token in enumerate(prompt, 1) if token in ends), default=0)
+    return prompt[last:]
+
+
 class Steering:
     """The rows of a batch: what they may become, given what they are."""
 
@@ -102,13 +111,9 @@ class Steering:
             row.past = tuple(goal.lookahead.past(row.written) for goal in row.request.goals)
 
     def _text(self, row: _Row) -> list[int]:
-        """Give the text that a row is part of: what follows the last end of text in the prompt.
-
-        Many LMs are prompted with that token first. To the HMM it says that all is over.
-        """
-        prompt, ends = row.request.prompt, self.hmm.config.eos_token_ids
-        last = max((place for place, token in enumerate(prompt, 1) if token in ends), default=0)
-        return [*prompt[last:], *row.written]
+        """Give the text that a row is part of."""
+        prompt = since_last_end(row.request.prompt, self.hmm.config.eos_token_ids)
+        return [*prompt, *row.written]
 
     def reweight(self, logits: Tensor) -> Tensor:
         """Add the logarithms of the factors to the LM's logits: (n, V or more) -> the same.

@@ -1,0 +1,90 @@
+"""What a better HMM is worth: control on `detox-hard` as EM goes on, from a random start.
+
+Set FORETRACE_CORPUS to the folder of a corpus of SmolLM2 (`work/corpus` of a distillation),
+FORETRACE_RESULTS to a folder where all that is made is kept, and what `evaluation.py` needs. The
+last HMM is that of `examples/`. With --quick, one small HMM and a few texts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from evaluation import BEST, EXAMPLE, ROOT, run_suite
+from harness import Report, options
+
+STATES, EPOCHS = 512, (1, 2, 4, 8)
+FIGURES = ("toxicity, average maximum", "perplexity")
+QUICK_FIGURES = ("positive, mean", "perplexity")
+
+
+def main() -> None:
+    """Train, steer, and draw control against likelihood."""
+    given = options(__doc__)
+    report = Report("Control against the HMM's likelihood")
+    corpus = Path(os.environ["FORETRACE_CORPUS"])
+    if given.quick:
+        with tempfile.TemporaryDirectory() as scratch:
+            hmm = _train(corpus, Path(scratch) / "hmm", 16, 1)
+            more = ["--continuations", 4, "--method", "transform"]
+            results = run_suite("sentiment", Path(scratch) / "out", 4, *more, hmm=hmm)
+            changed = results["methods"]["transform"]["figures"]
+            _add(report, "16 states, 1 epoch", hmm, changed, QUICK_FIGURES)
+    else:
+        kept = Path(os.environ["FORETRACE_RESULTS"]) / "hmm-quality"
+        hmms = {
+            f"{STATES} states, {epochs} epochs": _train(corpus, kept / f"{epochs}", STATES, epochs)
+            for epochs in EPOCHS
+        }
+        hmms["the example, 1,024 states"] = EXAMPLE
+        points = {}
+        for place, (name, hmm) in enumerate(hmms.items()):
+            more = ["--continuations", 10, "--method", BEST, "--judges", kept.parent / "judges"]
+            results = run_suite("detox-hard", kept / f"control {place}", 50, *more, hmm=hmm)
+            changed = results["methods"][BEST]["figures"]
+            points[name] = _add(report, name, hmm, changed, FIGURES)
+        _draw(points, ROOT / "docs" / "results" / "hmm-quality.png")
+    report.publish(given.json)
+
+
+def _train(corpus: Path, out: Path, states: int, epochs: int) -> Path:
+    command = [sys.executable, "-m", "foretrace", "em", corpus, "--states", states]
+    command += ["--epochs", epochs, "--evaluations", 1, "--dtype", "bfloat16", "--out", out]
+    subprocess.run(list(map(str, command)), check=True)
+    return out
+
+
+def _add(
+    report: Report, name: str, hmm: Path, changed: dict[str, Any], figures: tuple[str, ...]
+) -> tuple[float, ...]:
+    """Report a point: likelihood, and every figure's change against bare."""
+    config = json.loads((hmm / "config.json").read_text())
+    likelihood = config["distillation"]["held_out_log_likelihood"]
+    report.add(f"{name}: held-out log-likelihood", likelihood, "nats/token")
+    changes = [changed[figure]["relative"][0] for figure in figures]
+    for figure, change in zip(figures, changes, strict=True):
+        report.add(f"{name}: {figure}, relative change", change, "")
+    return likelihood, *changes
+
+
+def _draw(points: dict[str, tuple[float, ...]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    values = list(points.values())
+    for place, label in enumerate(FIGURES, 1):
+        axes.plot([p[0] for p in values], [100 * p[place] for p in values], "o-", label=label)
+    for name, point in points.items():
+        axes.annotate(name, (point[0], 100 * point[1]), fontsize=7, rotation=15)
+    axes.set_xlabel("held-out log-likelihood of the HMM, nats per token")
+    axes.set_ylabel("change against bare, %")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
