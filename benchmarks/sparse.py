@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foretrace import HMM, Attribute
 from foretrace._tables import read_rows
 from foretrace.attribute import tokenize
-from foretrace.lookahead import Goal, Lookahead, Request, Steering
+from foretrace.lookahead import Goal, Lookahead, Matching, Request
 from harness import Report, options
 from smollm2 import find_smollm2
 
@@ -85,7 +85,7 @@ def _steered(
     logits: Tensor,
 ) -> Tensor:
     goal = Goal(Lookahead(hmm, attribute), *transform)
-    steering = Steering(hmm)
+    steering = Matching(hmm)
     requests = [Request((goal,), tuple(ids), REMAINING + 1) for ids in prompts]
     steering.step(requests, [[] for _ in prompts])
     return steering.reweight(logits).double().softmax(-1)

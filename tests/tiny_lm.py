@@ -28,7 +28,7 @@ def word_tokenizer(
     )
 
 
-def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
+def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS, *, heads: int = 2) -> Path:
     """Write model and tokenizer as transformers would load them from a hub."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ def write_tiny_lm(folder: Path, vocabulary: Sequence[str] = WORDS) -> Path:
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         bos_token_id=0,
         eos_token_id=0,
     )

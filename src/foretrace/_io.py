@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ def checksum(tensor: Tensor) -> int:
     for chunk in torch.split(tensor.detach().reshape(-1), 1 << 20):
         found = zlib.crc32(chunk.cpu().contiguous().view(torch.uint8).numpy().data, found)
     return found
+
+
+def checksums(tensors: Iterable[Tensor]) -> str:
+    """Name tensors by what they hold."""
+    return "-".join(f"{checksum(tensor):08x}" for tensor in tensors)
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

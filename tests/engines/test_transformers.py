@@ -16,7 +16,7 @@ from foretrace.attribute import Attribute
 from foretrace.engines.transformers import Goals, SteeringProcessor, generate
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.lookahead import Goal, Lookahead, Request, Steering
+from foretrace.lookahead import Goal, Lookahead, Matching, Request
 from tiny_lm import WORDS
 
 VOCAB, NEW = len(WORDS), 8
@@ -93,11 +93,11 @@ def test_one_object_serves_many_calls(lm: Any, tokenizer: Any, goals: list[Goal]
         assert again == write(lm, tokenizer, [prompt], [goals[0]])
 
 
-class Forgetful(Steering):
+class Forgetful(Matching):
     """A steering that keeps nothing: every state is found from the tokens alone."""
 
     def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
-        self._rows = []
+        self._known = {}
         super().step(requests, written)
 
 
@@ -118,7 +118,7 @@ def test_the_state_is_a_cache(
     processor = SteeringProcessor(goals, prompt_mask=mask["attention_mask"], max_new_tokens=NEW)
     torch.manual_seed(0)
     cached = write(lm, tokenizer, PROMPTS, [], processor=processor, **options)
-    processor.steering = Forgetful(hmm)
+    processor.matching = Forgetful(hmm)
     torch.manual_seed(0)
     assert write(lm, tokenizer, PROMPTS, [], processor=processor, **options) == cached
     torch.manual_seed(0)

@@ -92,7 +92,7 @@ def test_a_neutral_end_is_no_escape(name: str) -> None:
     before, after = (each.eap(prefix, 3) for each in (plain, neutral))
     torch.testing.assert_close(after[:-1], before[:-1])
     *_, filtered = inference.scan(known, prefix[None])
-    ahead = plain.ahead(torch.tensor([3]))
+    ahead = plain.ahead(3)[None]
     products = 1 - ahead if plain.terms.signed else ahead
     mean = (filtered.predicted[:, None] * products).sum(-1) @ plain.terms.coefficients
     torch.testing.assert_close(after[-1:], mean)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead, Request, Steering
+from foretrace.lookahead import Goal, Lookahead, Matching, Request
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
 
@@ -34,7 +34,7 @@ def test_steered_by_itself_the_hmm_writes_from_the_posterior(form: str, name: st
     joint = torch.where(hmm.log_likelihood(texts) > -60, joint, 0.0)
     expected = joint / joint.sum()
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, log_steered = Steering(hmm), torch.zeros(len(texts), dtype=torch.float64)
+    steering, log_steered = Matching(hmm), torch.zeros(len(texts), dtype=torch.float64)
     for length in range(LENGTH):
         prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
         prefixes = prefixes.reshape(TOKENS**length, length)
@@ -51,7 +51,7 @@ def test_sampled_texts_are_of_the_posterior() -> None:
     texts = all_texts(LENGTH)
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts)
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, count = Steering(hmm), 20_000
+    steering, count = Matching(hmm), 20_000
     generator = torch.Generator().manual_seed(0)
     drawn = torch.zeros(count, 0, dtype=torch.long)
     for _ in range(LENGTH):
@@ -64,25 +64,26 @@ def test_sampled_texts_are_of_the_posterior() -> None:
 
 
 def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
-    """Per row h numbers and K sums; per attribute (horizon + 1) K h numbers and its tokens."""
+    """Per row h numbers and K sums; per attribute (horizon + 1) K h numbers, and K V of tokens."""
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()["all"], 7)
-    terms, tokens = len(lookahead.terms), len(lookahead.tokens)
+    terms = len(lookahead.terms)
     assert lookahead.table.nbytes == 8 * 8 * terms * hmm.num_states
-    assert lookahead.nbytes == lookahead.table.nbytes + 8 * terms * tokens + 8 * tokens
-    steering = Steering(hmm)
+    assert lookahead.nbytes == lookahead.table.nbytes + 8 * terms * TOKENS
+    steering = Matching(hmm)
     requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
         steering.step(requests, [written] * 3)
-    assert len(steering._rows) == 3
-    row = steering._rows[0]
+    assert len(steering._known) == len(steering.rows) == 3
+    row = steering.rows[0]
+    assert row is not None
     assert row.predicted.shape == (hmm.num_states,)
     assert [past.shape for past in row.past] == [(terms,)]
 
 
 def test_logits_of_other_rows_are_refused() -> None:
     hmm = tiny_hmm("dense")
-    steering = Steering(hmm)
+    steering = Matching(hmm)
     steering.step([Request((), (), 5)], [[]])
     with pytest.raises(InvalidInputError, match="1 rows"):
         steering.reweight(torch.zeros(2, TOKENS))

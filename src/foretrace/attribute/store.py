@@ -54,9 +54,18 @@ class AttributeStore(Mapping[str, Attribute]):
         if not self.folder.is_dir():
             raise InvalidFileError(f"There is no folder {self.folder}. Check the spelling.")
         with os.scandir(self.folder) as entries:
-            files = [entry.name for entry in entries if entry.name.endswith(SUFFIX)]
-        names = [unquote(file.removesuffix(SUFFIX)) for file in files]
-        yield from sorted(name for name in names if name in self)
+            files = [
+                entry.name for entry in entries if entry.name.endswith(SUFFIX) and entry.is_file()
+            ]
+        named = [(unquote(file.removesuffix(SUFFIX)), file) for file in files]
+        yield from sorted(name for name, file in named if self._is_file_of(name, file))
+
+    def _is_file_of(self, name: str, file: str) -> bool:
+        """Tell whether this store would look for the name there."""
+        try:
+            return self.path(name).name == file
+        except InvalidInputError:
+            return False
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

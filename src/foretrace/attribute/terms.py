@@ -118,15 +118,21 @@ class Terms:
     def probability(self, sums: Tensor) -> Tensor:
         """Combine (..., K) sums of log-weights into p, in [0, 1]: float64.
 
-        The largest product is taken out, and the others are counted as differences from it: 1 - w
-        is right to the last digit when w is almost 1, and w when it is almost 0.
+        1 - w is right to the last digit when w is almost 1, and w when it is almost 0.
         """
         if not len(self):
             return torch.zeros(sums.shape[:-1], dtype=torch.float64)
-        sums = sums.double()
-        largest = sums.max(-1, keepdim=True).values.clamp_min(-1e300)
-        rest = (self.coefficients * torch.expm1(sums - largest)).sum(-1)
-        return (largest[..., 0].exp() * (self.coefficients.sum() + rest)).clamp(0.0, 1.0)
+        return combined(self.coefficients, sums.double())
+
+
+def combined(coefficients: Tensor, sums: Tensor) -> Tensor:
+    """Give the sum of c_k exp(sums_k) over K terms, in [0, 1]: (..., K), (..., K) -> (...).
+
+    The largest product is taken out, and the others are counted as differences from it.
+    """
+    largest = sums.max(-1, keepdim=True).values.clamp_min(-1e300)
+    rest = (coefficients * torch.expm1(sums - largest)).sum(-1)
+    return (largest[..., 0].exp() * (coefficients.sum(-1) + rest)).clamp(0.0, 1.0)
 
 
 def _require_few(terms: int) -> None:

@@ -40,6 +40,13 @@ class LogitAffine:
         """Transform probabilities that are given, and wanted, as logarithms: without underflow."""
         if self.identity:
             return log_probability
-        log_rest = torch.expm1(log_probability).neg_().log_()  # log(1 - p)
-        logit = torch.sub(log_probability, log_rest, out=log_rest)
-        return torch.nn.functional.logsigmoid(logit.mul_(self.scale).add_(self.shift))
+        return logit_affine_of_log(log_probability, self.scale, self.shift)
+
+
+def logit_affine_of_log(
+    log_probability: Tensor, scale: Tensor | float, shift: Tensor | float
+) -> Tensor:
+    """Transform probabilities given as logarithms, each row by its own scale and shift."""
+    log_rest = torch.expm1(log_probability).neg_().log_()  # log(1 - p)
+    logit = torch.sub(log_probability, log_rest, out=log_rest)
+    return torch.nn.functional.logsigmoid(logit.mul_(scale).add_(shift))

@@ -16,6 +16,7 @@ from foretrace.cli import (
     generate,
     hmm,
     judge,
+    serve,
 )
 from foretrace.errors import ForetraceError
 
@@ -32,6 +33,7 @@ app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=fidelity.EPILOG)(fidelity.fidelity)
+app.command(epilog=serve.EPILOG, context_settings=serve.CONTEXT)(serve.serve)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
 app.add_typer(judge.app, name="judge")

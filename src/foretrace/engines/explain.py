@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead import Goal, Request, Steering
+from foretrace.lookahead import Goal, Matching, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ def explain(
         Request(tuple(own), tuple(prompt), limit)
         for own in (goals, *([Goal(goal.lookahead)] for goal in goals))
     ]
-    steering = Steering(goals[0].lookahead.hmm)
+    steering = Matching(goals[0].lookahead.hmm)
     choices = []
     for place, logits in enumerate(_logits(model, prompt, written)):
         steering.step(requests, [written[:place]] * len(requests))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead import Goal, Request, Steering
+from foretrace.lookahead import Goal, Matching, Request
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class SteeringProcessor(LogitsProcessor):
                 "The goals of a batch must be of one and the same HMM object: load it once, and "
                 "make every Lookahead with it."
             )
-        self.steering = Steering(*hmms.values()) if hmms else None
+        self.matching = Matching(*hmms.values()) if hmms else None
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Reweight the next token of each row: (rows, length) ids, (rows, V) logits."""
-        if self.steering is None:
+        if self.matching is None:
             return scores
         count, length = self.prompt_mask.shape
         if len(input_ids) % count or input_ids.shape[1] < length:
@@ -54,8 +54,8 @@ class SteeringProcessor(LogitsProcessor):
         if self.prompts is None or not torch.equal(prompts, self.prompts):
             self.prompts, self.requests = prompts, self._requests(prompts)
         rows = [request for request in self.requests for _ in range(copies)]
-        self.steering.step(rows, ids[:, length:].tolist())
-        return self.steering.reweight(scores)
+        self.matching.step(rows, ids[:, length:].tolist())
+        return self.matching.reweight(scores)
 
     def _requests(self, prompts: Tensor) -> list[Request]:
         return [
@@ -147,10 +147,10 @@ def generate_tokens(
     filler = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
     ids, mask = left_padded(prompts, filler)
     processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens)
-    if processor.steering is not None:
+    if processor.matching is not None:
         require_same_fingerprint(
             "The HMM",
-            processor.steering.hmm.config.tokenizer_fingerprint,
+            processor.matching.steering.hmm.config.tokenizer_fingerprint,
             fingerprint(tokenizer.get_vocab()),
         )
     processors = [processor, *(options.pop("logits_processor", None) or [])]

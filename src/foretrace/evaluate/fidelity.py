@@ -17,7 +17,7 @@ from foretrace.engines.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import inference
-from foretrace.lookahead import Lookahead, since_last_end
+from foretrace.lookahead import Lookahead, Request, Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,12 +107,12 @@ def measure_fidelity(
         )
     torch.manual_seed(seed)
     sampler = Sampler(lm, ends, length, top_p=1.0)
+    steering = Steering(lookahead.hmm)
     found, kept = Fidelity(), _kept(lookahead)
     for done, prefix in enumerate(prefixes, 1):
         (drawn,) = sampler.draw([prefix], rollouts)
         texts = [[token for token in each.tokens if token not in ends] for each in drawn]
-        text = since_last_end(prefix, lookahead.hmm.config.eos_token_ids)
-        predicted = lookahead.predicted(torch.tensor(text, dtype=torch.long))
+        predicted = _predicted(steering, prefix)
         _across(found, lookahead, kept, predicted, texts, length)
         written = [text for text in texts if text]
         if written:
@@ -153,7 +153,7 @@ def _within(
     belief = inference.condition(
         lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
     ).belief
-    own = torch.stack([lookahead.past([token]) for token in firsts]).exp()  # (n, K): weights
+    own = lookahead.log_weights(tokens).cpu().exp()  # (n, K)
     whole = belief @ _products(lookahead, min(WINDOWS[-1], lookahead.horizon)).T
     eap = (own * whole.double().cpu()) @ lookahead.terms.coefficients
     found.eap += eap.clamp(0, 1).tolist()
@@ -195,10 +195,18 @@ def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[di
     ]
 
 
+def _predicted(steering: Steering, prefix: Sequence[int]) -> torch.Tensor:
+    """Give the distribution of the state after a prefix: (1, h)."""
+    length, tokens = torch.tensor([len(prefix)]), torch.tensor([prefix], dtype=torch.long)
+    (row,) = steering.read([Request((), tuple(prefix), 0)], tokens, length, length)
+    return row.predicted[None]
+
+
 def _kept(lookahead: Lookahead) -> torch.Tensor:
     """Give the expected weight of one token of each state: (K, h)."""
-    hmm, lost = lookahead.hmm, -lookahead.terms.log_weights.double().expm1()
-    return 1 - hmm.emission.expect(lost.to(hmm.initial), lookahead.tokens)
+    hmm, terms = lookahead.hmm, lookahead.terms
+    lost = -terms.log_weights.double().expm1()
+    return 1 - hmm.emission.expect(lost.to(hmm.initial), terms.tokens.to(hmm.device).long())
 
 
 def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ahead: int) -> float:

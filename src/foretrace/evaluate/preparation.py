@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from foretrace import _io
 from foretrace.attribute import Attribute, AttributeStore, FitConfig, parse, tokenize
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
@@ -39,11 +37,7 @@ def fill(template: str, row: Row) -> str:
 def identity(attribute: Attribute) -> str:
     """Name an attribute by its numbers."""
     terms = attribute.terms
-    return _checksums([terms.coefficients, terms.tokens, terms.log_weights])
-
-
-def _checksums(parts: Sequence[Tensor]) -> str:
-    return "-".join(f"{_io.checksum(part):08x}" for part in parts)
+    return _io.checksums([terms.coefficients, terms.tokens, terms.log_weights])
 
 
 def fit_attributes(
@@ -112,13 +106,7 @@ def as_score(value: Any, equals: Any) -> float:
 def lm_identity(lm: "PreTrainedModel") -> str:
     """Name a language model by its dtype and its numbers: a few tables tell it from others."""
     parts = [part for _, part in sorted(lm.named_parameters())]
-    return f"{lm.dtype}-{_checksums([*parts[:2], *parts[-2:]])}"
-
-
-def hmm_identity(hmm: HMM) -> str:
-    """Name an HMM by its numbers."""
-    tables = {**hmm.transition.tensors(), **hmm.emission.tensors()}
-    return _checksums([hmm.initial, *(tables[name] for name in sorted(tables))])
+    return f"{lm.dtype}-{_io.checksums([*parts[:2], *parts[-2:]])}"
 
 
 @dataclass

@@ -19,7 +19,6 @@ from foretrace.evaluate.metrics import Measurement, Point, at_equal_price
 from foretrace.evaluate.preparation import (
     Builder,
     fit_attributes,
-    hmm_identity,
     identity,
     lm_identity,
 )
@@ -98,7 +97,7 @@ def evaluate(
     # What is wrong with a plan should be seen before hours of writing, not after.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
-    tables = hmm_identity(hmm)
+    tables = hmm.identity()
     measured = {
         method.name: bench.measure(method, _decides(method, tables, texts)) for method in methods
     }

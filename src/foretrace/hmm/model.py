@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidInputError, InvalidModelError
 from foretrace.hmm import inference, storage
 from foretrace.hmm.config import HMMConfig
@@ -128,6 +129,11 @@ class HMM:
     def nbytes(self) -> int:
         """Bytes of the parameters as they are stored."""
         return sum(tensor.nbytes for tensor in storage.named_tensors(self).values())
+
+    def identity(self) -> str:
+        """Name it by its numbers: two HMMs of one name are the same."""
+        tables = {**self.transition.tensors(), **self.emission.tensors()}
+        return _io.checksums([self.initial, *(tables[name] for name in sorted(tables))])
 
     def __repr__(self) -> str:
         return (

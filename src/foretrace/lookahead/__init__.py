@@ -2,6 +2,7 @@
 
 from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.steering import Request, Steering, since_last_end
+from foretrace.lookahead.matching import Matching
+from foretrace.lookahead.steering import Request, Row, Steering
 
-__all__ = ["Goal", "Lookahead", "Request", "Steering", "since_last_end"]
+__all__ = ["Goal", "Lookahead", "Matching", "Request", "Row", "Steering"]

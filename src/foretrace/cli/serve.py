@@ -1,0 +1,72 @@
+"""`foretrace serve`: vLLM's server, in which every request can name its goal."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretrace.cli import goal as options
+from foretrace.errors import InvalidInputError
+
+EPILOG = (
+    "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000 --dtype "
+    "bfloat16"
+)
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+PROCESSOR = "foretrace.engines.vllm:SteeringProcessor"
+
+
+def serve(
+    context: typer.Context,
+    model: options.Model,
+    hmm: options.HMMSource,
+    attributes: options.Attributes,
+    horizon: options.Horizon = 64,
+    memory: Annotated[int, typer.Option(min=1, help="MB for tables on the device.")] = 1024,
+    tables: Annotated[
+        Path | None, typer.Option(help="Where to keep tables; else a folder for temporary files.")
+    ] = None,
+    disk: Annotated[int, typer.Option(min=1, help="MB for tables on the disk.")] = 8192,
+) -> None:
+    """Start vLLM's OpenAI-compatible server; options that are not named here are vLLM's own."""
+    from foretrace.attribute import AttributeStore
+    from foretrace.engines.settings import Settings, default_tables
+    from foretrace.hmm import HMM
+
+    if spoken := [each for each in context.args if each.startswith(("--speculative", "--spec"))]:
+        raise InvalidInputError(
+            f"{spoken[0]}: speculative decoding drafts tokens that are not steered. Serve without."
+        )
+    known = HMM.from_pretrained(hmm)
+    names = list(AttributeStore(attributes))
+    settings = Settings(
+        hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
+        attributes=str(attributes.resolve()),
+        tables=str((tables or default_tables()).resolve()),
+        horizon=horizon,
+        memory_mb=memory,
+        disk_mb=disk,
+    )
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    typer.echo(f"HMM: {known}", err=True)
+    typer.echo(f"attributes: {len(names):,} in {attributes} ({shown})", err=True)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--logits-processors", PROCESSOR, *context.args]
+    os.environ.update(settings.to_environment())
+    # Counters of the process that decodes are collected from files, by the one that answers.
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        folder = Path(settings.tables) / f"metrics-{os.getpid()}"
+        folder.mkdir(parents=True)
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    _require_vllm()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
+
+
+def _require_vllm() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise InvalidInputError("vLLM is not installed. Install it: pip install 'foretrace[vllm]'.")

@@ -1,0 +1,234 @@
+"""Attributes of a folder as lookahead tables: built once, kept on disk and in memory.
+
+Whoever admits a request builds what it asks for, and whoever decodes it reads that: an attribute
+that is met for the first time holds up nobody else, and one that is removed or replaced after a
+request was admitted changes nothing for it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+
+from foretrace import _io
+from foretrace.attribute import Attribute, AttributeStore, Expression
+from foretrace.engines.asked import Asked
+from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead import Goal, Lookahead
+
+logger = logging.getLogger(__name__)
+
+MOST_TERMS = 64  # every term has its own table, and its own share of a step
+MOST_COMPARED = 2_000  # names, when one is misspelt
+FORGET = 0.8  # of the disk's budget is left when it was exceeded
+
+
+class Library:
+    """An HMM, a folder of attributes, and a folder of tables; used by many threads."""
+
+    def __init__(
+        self,
+        hmm: HMM,
+        attributes: Path,
+        tables: Path,
+        *,
+        horizon: int = 64,
+        memory: int = 1 << 30,
+        disk: int = 8 << 30,
+        observe: Callable[[str, float], None] = lambda event, value: None,
+    ) -> None:
+        """`memory` and `disk` are budgets in bytes; `observe` is told of hits and builds."""
+        self.hmm, self.horizon = hmm, horizon
+        self.store = AttributeStore(
+            attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
+        )
+        self.tables, self.memory, self.disk, self.observe = tables, memory, disk, observe
+        self._identity = f"{hmm.identity()} {horizon}"
+        self._kept: OrderedDict[str, Lookahead] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+        self._building: dict[str, Lock] = {}
+        self._listed: tuple[int, list[str]] = (0, [])
+        tables.mkdir(parents=True, exist_ok=True)
+
+    def admit(self, asked: Asked) -> list[str]:
+        """Make sure that the tables of a request are there; give the key of each goal."""
+        if asked.horizon is not None and asked.horizon > self.horizon:
+            raise InvalidInputError(
+                f"This server looks {self.horizon} tokens ahead at most, not {asked.horizon}."
+            )
+        keys = []
+        for goal in asked.goals:
+            key = self._key(goal.expression)
+            if not self._is_there(key):
+                self._build_once(key, goal.expression)
+            keys.append(key)
+        return keys
+
+    def goals(self, asked: Asked, keys: list[str]) -> tuple[Goal, ...]:
+        """Give what an admitted request asks for; the tables are read if they are not in memory."""
+        return tuple(
+            Goal(
+                self._lookahead(key, goal.expression).ending(asked.neutral_end),
+                goal.strength,
+                goal.shift,
+            )
+            for key, goal in zip(keys, asked.goals, strict=True)
+        )
+
+    def _key(self, expression: Expression) -> str:
+        """Name a table by all that decides it: the HMM, the expression, the attributes' files."""
+        files = []
+        for name in expression.names:
+            try:
+                found = self.store.path(name).stat()
+            except (OSError, ValueError):
+                raise self._unknown(name) from None
+            files.append((name, found.st_mtime_ns, found.st_size, found.st_ino))
+        given = json.dumps([self._identity, [*map(str, expression.steps)], files])
+        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _unknown(self, name: str) -> InvalidInputError:
+        names = [each for each in self.names() if abs(len(each) - len(name)) <= 3]
+        like = get_close_matches(name[:100], names[:MOST_COMPARED], n=1)
+        hint = f"Did you mean {like[0]}?" if like else "Check the spelling."
+        return InvalidInputError(f"There is no attribute called {name[:100]}. {hint}")
+
+    def names(self) -> list[str]:
+        """List the attributes' names, anew if the folder has changed."""
+        try:
+            changed = self.store.folder.stat().st_mtime_ns
+            if changed != self._listed[0]:
+                self._listed = (changed, list(self.store))
+        except (ForetraceError, OSError):
+            return []
+        return self._listed[1]
+
+    def _is_there(self, key: str) -> bool:
+        if key in self._kept:
+            return True
+        with suppress(OSError):
+            os.utime(self._files(key)[1])  # used just now: not to be forgotten first
+            return True
+        return False
+
+    def _files(self, key: str) -> tuple[Path, Path]:
+        """Give where an attribute and its table are; the table comes last, when all is whole."""
+        return self.tables / f"{key}.attribute", self.tables / f"{key}.table"
+
+    def _lookahead(self, key: str, expression: Expression) -> Lookahead:
+        """Find a lookahead in memory, on disk, or build it."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                self.observe("hit", 1)
+                return self._kept[key]
+        self.observe("miss", 1)
+        try:
+            found = self._read(key)
+        except ForetraceError:
+            found = self._build(key, expression)
+        return self._keep(key, found)
+
+    def _keep(self, key: str, lookahead: Lookahead) -> Lookahead:
+        """Keep it in memory, and forget what was not asked for longest if there is too much."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = lookahead
+                self._bytes += lookahead.nbytes
+            while self._bytes > self.memory and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return lookahead
+
+    def _read(self, key: str) -> Lookahead:
+        attribute_file, table_file = self._files(key)
+        tensors, _ = _io.read_tensors(table_file)
+        attribute = Attribute.load(attribute_file)
+        shape = (self.horizon + 1, len(attribute.terms), self.hmm.num_states)
+        # A copy: the file may be forgotten while it is used, and small maps are many.
+        table = _io.take_tensor(tensors, "table", shape, table_file).clone()
+        return Lookahead(self.hmm, attribute, self.horizon, table=table)
+
+    def _build_once(self, key: str, expression: Expression) -> None:
+        """Build a table, unless somebody else does so just now: then wait for it."""
+        with self._lock:
+            turn = self._building.setdefault(key, Lock())
+        with turn:
+            try:
+                if not self._is_there(key):
+                    self._build(key, expression)
+            finally:
+                with self._lock:
+                    self._building.pop(key, None)
+
+    def _build(self, key: str, expression: Expression) -> Lookahead:
+        began = perf_counter()
+        attributes = {name: self._load(name) for name in expression.names}
+        terms = expression.build({name: _Size(len(a.terms)) for name, a in attributes.items()})
+        if terms.count > MOST_TERMS:
+            raise InvalidInputError(
+                f"The goal comes to {terms.count} terms, and {MOST_TERMS} is the most. Use fewer "
+                f"attributes in one expression, or several goals."
+            )
+        lookahead = Lookahead(self.hmm, expression.build(attributes), self.horizon)
+        attribute_file, table_file = self._files(key)
+        lookahead.attribute.save(attribute_file)
+        _io.write_tensors(table_file, {"table": lookahead.table}, {})
+        self.observe("build", perf_counter() - began)
+        self._forget_files()
+        return lookahead
+
+    def _load(self, name: str) -> Attribute:
+        try:
+            return self.store[name]
+        except KeyError:
+            raise self._unknown(name) from None
+        except InvalidFileError as error:
+            logger.error("The attribute '%s' is refused: %s", name, error)
+            raise InvalidInputError(
+                f"The attribute '{name}' cannot be used: its file is damaged, or of another LM."
+            ) from error
+
+    def _forget_files(self) -> None:
+        """Remove the tables that were not used longest, if the folder has grown too large."""
+        found = sorted(_stats(self.tables), key=lambda each: each[1].st_mtime)
+        size = sum(stat.st_size for _, stat in found)
+        if size <= self.disk:
+            return
+        for path, stat in found:
+            if size <= FORGET * self.disk:
+                break
+            for each in (path, path.with_suffix(".attribute")):
+                with suppress(OSError):
+                    each.unlink()
+            size -= stat.st_size
+
+
+def _stats(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.glob("*.table"):
+        with suppress(OSError):
+            yield path, path.stat()
+
+
+class _Size:
+    """How many terms an expression may have: what attributes are combined into, counted."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __and__(self, other: "_Size") -> "_Size":
+        return _Size(self.count * other.count)
+
+    def __or__(self, other: "_Size") -> "_Size":
+        return _Size(self.count + other.count + self.count * other.count)
+
+    def __invert__(self) -> "_Size":
+        return _Size(self.count + 1)

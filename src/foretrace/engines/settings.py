@@ -1,0 +1,83 @@
+"""What a server of steered requests is told, through the environment: it is several processes."""
+
+import os
+from dataclasses import dataclass, field, fields
+from functools import cache
+from getpass import getuser
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Self
+
+from foretrace.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from foretrace.engines.library import Library
+
+PREFIX = "FORETRACE_SERVE_"
+
+
+def default_tables() -> Path:
+    """Give a folder of the user's own: what others could write there would be believed."""
+    return Path(gettempdir()) / f"foretrace-tables-{getuser()}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where things are, and how much of them may be kept."""
+
+    hmm: str
+    """A folder, or a hub id."""
+    attributes: str
+    """The folder of the attributes' files; new ones are found without a restart."""
+    tables: str = field(default_factory=lambda: str(default_tables()))
+    """Where tables are put, for all processes on this machine."""
+    horizon: int = 64
+    memory_mb: int = 1024
+    disk_mb: int = 8192
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Read FORETRACE_SERVE_HMM, FORETRACE_SERVE_ATTRIBUTES and the others."""
+        given = {
+            each.name: os.environ[name]
+            for each in fields(cls)
+            if (name := PREFIX + each.name.upper()) in os.environ
+        }
+        if missing := [name for name in ("hmm", "attributes") if name not in given]:
+            raise InvalidInputError(
+                f"Set {PREFIX}{missing[0].upper()}, or start the server with `foretrace serve`."
+            )
+        whole = {"horizon", "memory_mb", "disk_mb"}
+        try:
+            return cls(**{k: int(v) if k in whole else v for k, v in given.items()})  # type: ignore[arg-type]
+        except ValueError:
+            raise InvalidInputError(f"{PREFIX}* must be whole numbers: {given}.") from None
+
+    def to_environment(self) -> dict[str, str]:
+        """Give the variables that say so."""
+        return {PREFIX + each.name.upper(): str(getattr(self, each.name)) for each in fields(self)}
+
+
+@cache
+def open_library(device: "torch.device", observe: "Callable[[str, float], None]") -> "Library":
+    """Load the HMM onto a device and open the folders, once in a process."""
+    from foretrace.engines.library import Library
+    from foretrace.hmm import HMM
+
+    settings = Settings.from_environment()
+    folder = Path(settings.attributes)
+    if not folder.is_dir():
+        raise InvalidInputError(f"There is no folder {folder} of attributes. Check the spelling.")
+    return Library(
+        HMM.from_pretrained(settings.hmm).to(device),
+        folder,
+        Path(settings.tables),
+        horizon=settings.horizon,
+        memory=settings.memory_mb << 20,
+        disk=settings.disk_mb << 20,
+        observe=observe,
+    )

@@ -1,0 +1,237 @@
+"""Steering in vLLM: a logits processor for both of its model runners.
+
+    vllm serve MODEL --logits-processors foretrace.engines.vllm:SteeringProcessor
+
+with the HMM and the attributes' folder in the environment (`foretrace serve` does both). A request
+says what it wants in `vllm_xargs` over HTTP, or in `SamplingParams(extra_args=...)`:
+
+    {"goal": "nontoxic & ~formal", "strength": 3, "shift": -3}
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
+from vllm.v1.sample.logits_processor import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
+
+from foretrace.engines import counters
+from foretrace.engines.asked import read_asked
+from foretrace.engines.settings import open_library
+from foretrace.errors import ForetraceError, InvalidInputError
+from foretrace.lookahead import Request, Row, Steering
+from foretrace.vocabulary import fingerprint, require_same_fingerprint
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import BatchUpdate
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+logger = logging.getLogger(__name__)
+
+ADMITTED = "foretrace_tables"  # what admission writes into a request, for whoever decodes it
+
+
+@dataclass
+class _Slot:
+    """A request in the batch; `request` is None where its goal could not be had."""
+
+    request: Request | None
+    output: list[int]
+    """What is written, alive; empty and not used by runner V2."""
+    row: Row | None = None
+
+
+class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
+    """Steers the requests that ask for it, whatever their goals, in one batch of tensor work."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", where: Any, is_pin_memory: bool | None = None
+    ) -> None:
+        """Runner V1 gives a device and a flag; V2 the state of its requests."""
+        if vllm_config.speculative_config is not None:
+            raise InvalidInputError(
+                "Speculative decoding drafts tokens that are not steered. Start vLLM without it, "
+                "or without foretrace."
+            )
+        device = where if is_pin_memory is not None else where.device
+        self.states = None if is_pin_memory is not None else where
+        self.library = open_library(torch.device(device), counters.observe_library)
+        _check_tokenizer(vllm_config, self.library.hmm.config.tokenizer_fingerprint)
+        self.longest = int(vllm_config.model_config.max_model_len)
+        self.steering = Steering(self.library.hmm, counters.MeanEAP().add)
+        self.slots: dict[int, _Slot] = {}
+        self.ends = _ends(vllm_config, self.library.hmm.config.eos_token_ids)
+
+    # Admission: in the process that takes requests.
+
+    @classmethod
+    def validate_params(cls, params: "SamplingParams") -> None:
+        """Refuse what cannot be steered toward (HTTP 400), and build the tables of what can."""
+        given = params.extra_args or {}
+        given.pop(ADMITTED, None)
+        try:
+            asked = read_asked(given)
+            if asked is not None:
+                library = open_library(torch.device("cpu"), counters.observe_library)
+                given[ADMITTED] = library.admit(asked)
+                _stop_at(params, library.hmm.config.eos_token_ids)
+        except ForetraceError:
+            counters.REFUSED.inc()
+            raise
+
+    def _admitted(self, params: "SamplingParams", prompt: list[int] | None) -> Request | None:
+        """Give what a request wants; None if it wants nothing."""
+        asked = read_asked(params.extra_args)
+        if asked is None:
+            return None
+        keys = (params.extra_args or {}).get(ADMITTED) or self.library.admit(asked)
+        limit = params.max_tokens or self.longest
+        counters.REQUESTS.inc()
+        goals = self.library.goals(asked, keys)
+        return Request(goals, tuple(prompt or ()), limit, asked.horizon)
+
+    def _slot(
+        self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
+    ) -> _Slot | None:
+        """Take in a request. What fails here is ended at once: it must not be written unsteered."""
+        try:
+            request = self._admitted(params, prompt)
+        except Exception:
+            logger.exception("A request cannot be steered, and is ended")
+            counters.FAILED.inc()
+            return _Slot(None, output)
+        return None if request is None else _Slot(request, output)
+
+    # Model runner V1: the batch is told of, texts are on the host.
+
+    def is_argmax_invariant(self) -> bool:
+        """Steering changes the likeliest token, too."""
+        return False
+
+    def update_state(self, batch_update: "BatchUpdate | None") -> None:
+        """Follow the batch: requests come, go, and change places."""
+        process_dict_updates(self.slots, batch_update, self._slot)
+
+    def _rows_v1(self) -> dict[int, _Slot]:
+        """Bring all rows up to what is written: one token more, or read anew."""
+        moved, new = [], []
+        for slot in self.slots.values():
+            if slot.request is None:
+                continue
+            written = len(slot.output)
+            if slot.row is not None and slot.row.written == written - 1:
+                moved.append(slot)
+            elif slot.row is None or slot.row.written != written:  # new, or back from preemption
+                new.append(slot)
+        tokens = torch.tensor([slot.output[-1] for slot in moved], dtype=torch.long)
+        self._advance(moved, tokens.to(self.library.hmm.device))
+        if new:
+            requests = [slot.request for slot in new if slot.request is not None]
+            texts = [
+                torch.tensor([*request.prompt, *slot.output], dtype=torch.long)
+                for request, slot in zip(requests, new, strict=True)
+            ]
+            prompts = torch.tensor([len(request.prompt) for request in requests])
+            lengths = torch.tensor([len(text) for text in texts])
+            padded = pad_sequence(texts, batch_first=True)
+            self._take(new, self.steering.read(requests, padded, prompts, lengths))
+        return self.slots
+
+    # Model runner V2: slots are told of, texts are on the device.
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        """Take in a request; whatever the slot held before is forgotten."""
+        self.slots.pop(req_idx, None)
+        slot = self._slot(sampling_params, None, [])
+        if slot is not None:
+            self.slots[req_idx] = slot
+        return slot is not None
+
+    def _rows_v2(self, context: "LogitsContext") -> dict[int, _Slot]:
+        """Bring the rows of this step up to what is written, without waiting for the device."""
+        assert self.states is not None  # it is what runner V2 gave
+        placed, moved, new = {}, [], []
+        lengths = context.seq_lens_upper_bound_np
+        for place, index in enumerate(context.idx_mapping_np.tolist()):
+            slot = self.slots.get(index)
+            if slot is None:
+                continue
+            placed[place] = slot
+            written = int(lengths[place]) - int(self.states.prompt_len.np[index])
+            if slot.request is None or written < 0:  # the prompt is not read to its end
+                continue
+            if slot.row is not None and slot.row.written == written - 1:
+                moved.append((slot, index, int(lengths[place]) - 1))
+            elif slot.row is None or slot.row.written != written:
+                new.append((slot, index, int(lengths[place])))
+        ids = self.states.all_token_ids.gpu
+        if moved:
+            slots, rows, last = map(list, zip(*moved, strict=True))
+            self._advance(slots, ids[rows, last].long())
+        if new:
+            slots, rows, total = map(list, zip(*new, strict=True))
+            prompts = torch.tensor([int(self.states.prompt_len.np[row]) for row in rows])
+            texts = ids[rows, : max(total)].long()
+            requests = [slot.request for slot in slots]
+            self._take(slots, self.steering.read(requests, texts, prompts, torch.tensor(total)))
+        return placed
+
+    # Both.
+
+    @torch.inference_mode()
+    def apply(self, logits: Tensor, ctx: "LogitsContext | None" = None) -> Tensor:
+        """Reweight the rows of steered requests: (rows, V or more) logits."""
+        if not self.slots:
+            return logits
+        with counters.timed_step():
+            slots = self._rows_v1() if ctx is None else self._rows_v2(ctx)
+            rows: list[Row | None] = [None] * len(logits)
+            for place, slot in slots.items():
+                rows[place] = slot.row
+            steered = self.steering.reweight(logits, rows)
+            self._end(steered, [place for place, slot in slots.items() if slot.request is None])
+        return steered
+
+    def _advance(self, slots: list[_Slot], tokens: Tensor) -> None:
+        before = [slot.row for slot in slots if slot.row is not None]
+        self._take(slots, self.steering.advance(before, tokens))
+
+    def _take(self, slots: list[_Slot], rows: list[Row]) -> None:
+        for slot, row in zip(slots, rows, strict=True):
+            slot.row = row
+
+    def _end(self, logits: Tensor, places: list[int]) -> None:
+        """Let rows that could not be steered write nothing but their end."""
+        if places:
+            logits[places] = -torch.inf
+            logits[torch.tensor(places)[:, None], torch.tensor(self.ends)] = 0.0
+
+
+def _stop_at(params: "SamplingParams", ends: tuple[int, ...]) -> None:
+    """Let a steered text end where the HMM says so, too: after it, the HMM knows nothing."""
+    if not params.ignore_eos:
+        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *ends]))
+        params.all_stop_token_ids.update(ends)
+
+
+def _ends(config: "VllmConfig", known: tuple[int, ...]) -> list[int]:
+    """Find what ends a text: the HMM knows, or the LM."""
+    own = getattr(config.model_config.hf_config, "eos_token_id", None)
+    return list(known) or ([own] if isinstance(own, int) else list(own or [0]))
+
+
+def _check_tokenizer(config: "VllmConfig", known: str | None) -> None:
+    """Refuse the HMM of another LM, before anybody is served."""
+    from transformers import AutoTokenizer
+
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+    require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))

@@ -1,0 +1,67 @@
+"""Which row is which, for engines that show whole texts at every step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foretrace.hmm import HMM
+from foretrace.lookahead.steering import Request, Row, Steering
+
+
+class Matching:
+    """Steering where whole texts are shown at every step: rows come, go, and change places.
+
+    A row whose text is not that of the step before with one token more is matched to another
+    row's, or read anew.
+    """
+
+    def __init__(self, hmm: HMM) -> None:
+        self.steering = Steering(hmm)
+        self.rows: list[Row | None] = []
+        self._known: dict[tuple[int, tuple[int, ...]], Row] = {}
+
+    def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
+        """Take in what each row is now."""
+        asked = [
+            (request, tuple(tokens))
+            for request, tokens in zip(requests, written, strict=True)
+            if request.goals
+        ]
+        moved, new = {}, {}
+        for request, text in asked:
+            key = (id(request), text)
+            before = self._known.get((id(request), text[:-1])) if text else None
+            if key not in self._known and before is not None:
+                moved[key] = before
+            elif key not in self._known:
+                new[key] = request
+        device = self.steering.hmm.device
+        tokens = torch.tensor([text[-1] for _, text in moved], dtype=torch.long, device=device)
+        advanced = self.steering.advance(list(moved.values()), tokens)
+        found = dict(zip(moved, advanced, strict=True))
+        found |= zip(new, self._read(list(new.values()), [text for _, text in new]), strict=True)
+        self._known = {
+            key: found.get(key) or self._known[key]
+            for key in ((id(request), text) for request, text in asked)
+        }
+        self.rows = [
+            self._known.get((id(request), tuple(tokens)))
+            for request, tokens in zip(requests, written, strict=True)
+        ]
+
+    def _read(self, requests: list[Request], written: list[tuple[int, ...]]) -> list[Row]:
+        texts = [
+            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
+            for request, tokens in zip(requests, written, strict=True)
+        ]
+        if not texts:
+            return []
+        prompts = torch.tensor([len(request.prompt) for request in requests])
+        lengths = torch.tensor([len(text) for text in texts])
+        return self.steering.read(requests, pad_sequence(texts, batch_first=True), prompts, lengths)
+
+    def reweight(self, logits: Tensor) -> Tensor:
+        """Steer the rows of the last step: (n, V or more) logits -> the same."""
+        return self.steering.reweight(logits, self.rows)

@@ -1,0 +1,111 @@
+"""What requests ask for: read, or refused with a reason; never anything else."""
+
+from time import perf_counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foretrace.engines.asked import MOST_GOALS, MOST_NAMES, Asked, read_asked
+from foretrace.errors import InvalidInputError
+
+NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x"]
+SLOWEST = 0.05  # seconds
+
+
+def test_goals_and_numbers() -> None:
+    assert read_asked(None) is None
+    assert read_asked({"kv_transfer_params": {"a": 1}}) is None
+    asked = read_asked(
+        {"goal": "a & ~b", "strength": 3, "shift": "-2.5", "horizon": 10, "other": 1}
+    )
+    assert asked is not None
+    assert asked.goals[0].expression.names == ("a", "b")
+    assert (asked.goals[0].strength, asked.goals[0].shift, asked.horizon) == (3.0, -2.5, 10)
+    several = read_asked({"goal": ["a", "b | c"], "strength": [1, 2], "shift": 4, "neutral_end": 1})
+    assert several is not None
+    assert [(goal.strength, goal.shift) for goal in several.goals] == [(1.0, 4.0), (2.0, 4.0)]
+    assert several.neutral_end
+    assert read_asked({"goal": "a", "neutral_end": "False"}) == read_asked({"goal": "a"})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"strength": 3}, "without a goal"),
+        ({"goals": "a", "strength": 3}, "Did you mean goal"),
+        ({"goal": ""}, "must be an expression"),
+        ({"goal": 5}, "must be an expression"),
+        ({"goal": []}, "1 to"),
+        ({"goal": ["a"] * (MOST_GOALS + 1)}, "1 to"),
+        ({"goal": "a &"}, "ends where a name"),
+        ({"goal": "a" * 2000}, "characters at most"),
+        ({"goal": "&".join(["a"] * (MOST_NAMES + 1))}, "times at most"),
+        ({"goal": "a", "strength": 0}, "above 0"),
+        ({"goal": "a", "strength": True}, "must be a number"),
+        ({"goal": "a", "strength": float("nan")}, "must be a number"),
+        ({"goal": "a", "strength": 10**400}, "must be a number"),
+        ({"goal": "a", "strength": [1, 2]}, "2 values, for 1"),
+        ({"goal": "a", "shift": "much"}, "must be a number"),
+        ({"goal": "a", "horizon": -1}, "whole number"),
+        ({"goal": "a", "horizon": 2.5}, "whole number"),
+        ({"goal": "a", "neutral_end": "perhaps"}, "true or false"),
+        ({"goal": "a", "neutral_end": [1]}, "true or false"),
+    ],
+)
+def test_what_is_wrong_is_said(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        read_asked(given)
+
+
+def _expressions() -> st.SearchStrategy[str]:
+    leaves = st.sampled_from(NAMES)
+    inner = st.recursive(
+        leaves,
+        lambda part: st.one_of(
+            part.map(lambda a: f"~{a}"),
+            st.tuples(part, st.sampled_from([" & ", "|"]), part).map("".join),
+            part.map(lambda a: f"({a})"),
+        ),
+        max_leaves=30,
+    )
+    noise = st.text(st.sampled_from('ab~&|()" \t-._1é\x00\ud800'), max_size=60)
+    return st.one_of(inner, noise, st.text(max_size=200), st.text("~(", max_size=1200))
+
+
+VALUES = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.booleans(),
+    st.none(),
+    st.lists(st.one_of(st.integers(), st.floats(), st.text(max_size=5)), max_size=6),
+)
+
+
+@settings(
+    max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "goal": st.one_of(_expressions(), st.lists(_expressions(), max_size=5), VALUES),
+            "strength": VALUES,
+            "shift": VALUES,
+            "horizon": VALUES,
+            "neutral_end": VALUES,
+        },
+    )
+)
+def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
+    """`benchmarks/fuzz.py` does the same a hundred thousand times, and through admission."""
+    began = perf_counter()
+    try:
+        found = read_asked(given)
+    except InvalidInputError:
+        pass
+    else:
+        assert found is None or isinstance(found, Asked)
+    assert perf_counter() - began < SLOWEST

@@ -1,0 +1,142 @@
+"""The library: tables built once, by whoever admits, and read by whoever decodes."""
+
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from foretrace.attribute import Attribute
+from foretrace.engines.asked import Asked, read_asked
+from foretrace.engines.library import Library
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+
+WORDS = 40
+HORIZON = 6
+
+
+@pytest.fixture
+def hmm() -> HMM:
+    return HMM.random(8, WORDS, eos_token_id=0, seed=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for place, name in enumerate(("nontoxic", "formal", "mixed")):
+        _write(tmp_path / "attributes", name, place)
+    return tmp_path / "attributes"
+
+
+def _write(folder: Path, name: str, seed: int) -> Attribute:
+    weights = torch.rand(WORDS, generator=torch.Generator().manual_seed(seed))
+    attribute = Attribute.from_weights(weights)
+    attribute.save(folder / f"{name}.safetensors")
+    return attribute
+
+
+def _asked(goal: str, **more: object) -> Asked:
+    asked = read_asked({"goal": goal, **more})
+    assert asked is not None
+    return asked
+
+
+def _library(hmm: HMM, folder: Path, memory: int = 1 << 30, disk: int = 1 << 30) -> Library:
+    tables = folder.parent / "tables"
+    return Library(hmm, folder, tables, horizon=HORIZON, memory=memory, disk=disk)
+
+
+@pytest.mark.parametrize("goal", ["nontoxic", "nontoxic & ~formal", "~(formal | mixed)"])
+def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: str) -> None:
+    asked = _asked(goal, strength=2, neutral_end=1)
+    keys = _library(hmm, folder).admit(asked)
+    for file in folder.iterdir():
+        file.unlink()  # after admission: the request is served all the same
+    (found,) = _library(hmm, folder).goals(asked, keys)
+    assert found.strength == 2
+    assert found.lookahead.neutral_end
+    for place, name in enumerate(("nontoxic", "formal", "mixed")):
+        _write(folder, name, place)
+    attributes = {
+        name: Attribute.load(folder / f"{name}.safetensors")
+        for name in ("nontoxic", "formal", "mixed")
+    }
+    exact = Lookahead(hmm, asked.goals[0].expression.build(attributes), HORIZON)
+    assert torch.equal(found.lookahead.table, exact.table)
+    assert torch.equal(found.lookahead.own, exact.own)
+
+
+def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    (before,) = library.admit(_asked("formal"))
+    assert library.admit(_asked("formal")) == [before]
+    _write(folder, "formal", 7)
+    assert library.admit(_asked("formal")) != [before]
+    (old,) = library.goals(_asked("formal"), [before])  # one that was admitted before
+    assert not torch.equal(
+        old.lookahead.own,
+        library.goals(_asked("formal"), library.admit(_asked("formal")))[0].lookahead.own,
+    )
+
+
+def test_a_broken_file_is_refused_and_named_in_the_log(
+    hmm: HMM, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "broken.safetensors").write_bytes(b"nothing of the kind")
+    library = _library(hmm, folder)
+    with pytest.raises(InvalidInputError, match="broken"):
+        library.admit(_asked("broken"))
+    assert "broken" in caplog.text
+    assert library.admit(_asked("formal"))
+
+
+@pytest.mark.parametrize("name", ["../formal", "/etc/passwd", "..", "a/../formal", "x" * 300, "\0"])
+def test_names_do_not_leave_the_folder(hmm: HMM, folder: Path, name: str) -> None:
+    library = _library(hmm, folder / "inner")
+    (folder / "inner").mkdir()
+    with pytest.raises(InvalidInputError, match="no attribute"):
+        library.admit(_asked(f'"{name}"'))
+
+
+def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    with pytest.raises(InvalidInputError, match="Did you mean nontoxic"):
+        library.admit(_asked("nontoxc"))
+    with pytest.raises(InvalidInputError, match="6 tokens ahead"):
+        library.admit(_asked("formal", horizon=7))
+    folder.rename(folder.with_name("gone"))
+    with pytest.raises(InvalidInputError, match="Check the spelling"):
+        library.admit(_asked("nontoxc"))
+
+
+def test_too_many_terms_are_refused(hmm: HMM, folder: Path) -> None:
+    many = " & ".join(["(nontoxic | formal)"] * 6)
+    with pytest.raises(InvalidInputError, match="64 is the most"):
+        _library(hmm, folder).admit(_asked(many))
+
+
+def test_memory_and_disk_have_their_budgets(hmm: HMM, folder: Path) -> None:
+    one = Lookahead(hmm, Attribute.load(folder / "formal.safetensors"), HORIZON).nbytes
+    events: list[str] = []
+    library = _library(hmm, folder, memory=2 * one, disk=1)
+    library.observe = lambda event, value: events.append(event)
+    for name in ("nontoxic", "formal", "mixed", "mixed", "nontoxic"):
+        asked = _asked(name)
+        library.goals(asked, library.admit(asked))
+    assert events.count("hit") == 1  # mixed, the second time
+    assert len(library._kept) == 2
+    assert not list(library.tables.glob("*.table"))  # what the disk may not keep is built again
+
+
+def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
+    events: list[str] = []
+    library = _library(hmm, folder)
+    library.observe = lambda event, value: events.append(event)
+    threads = [Thread(target=library.admit, args=(_asked("nontoxic & formal"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events.count("build") == 1
+    assert not library._building

@@ -1,0 +1,199 @@
+"""Steering over HTTP: a real vLLM server, as anybody would run it."""
+
+import random
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
+
+import foretrace as ft
+from foretrace.attribute import Attribute
+from foretrace.engines.transformers import generate_tokens
+from foretrace.hmm import HMM
+from foretrace.vocabulary import fingerprint
+from server import ask_all, completion, serving, steered
+from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
+BEGINNINGS = Path(__file__).parent / "beginnings.txt"
+
+
+def _attributes(folder: Path, vocab_size: int, count: int, known: str | None = None) -> list[str]:
+    """Write attributes of random weights."""
+    for place in range(count):
+        random_numbers = torch.Generator().manual_seed(place)
+        weights = torch.rand(vocab_size, generator=random_numbers)
+        weights[torch.rand(vocab_size, generator=random_numbers) < 0.5] = 1.0
+        Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
+            folder / f"a{place}.safetensors"
+        )
+    return [f"a{place}" for place in range(count)]
+
+
+def _tokens(answer: Any) -> list[int]:
+    assert not isinstance(answer, Exception), answer
+    return list(answer.choices[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A server of a real LM, and the folder of its attributes."""
+    folder = tmp_path_factory.mktemp("real")
+    hmm = HMM.from_pretrained(EXAMPLE)
+    _attributes(folder / "attributes", hmm.vocab_size, 3, hmm.config.tokenizer_fingerprint)
+    command = steered(smollm2, EXAMPLE, folder / "attributes", "--max-num-seqs", 16)
+    with serving(command, folder / "log") as address:
+        yield address, folder / "attributes"
+
+
+def test_it_writes_what_transformers_writes(real: tuple[str, Path], smollm2: Path) -> None:
+    """Greedy, token for token, on 50 prompts, over goals of every kind; then plain ones."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    address, folder = real
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    lm = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    hmm = HMM.from_pretrained(EXAMPLE)
+    loaded = {name: Attribute.load(folder / f"{name}.safetensors") for name in ("a0", "a1", "a2")}
+    goals: list[dict[str, Any]] = [
+        {"goal": "a0"},
+        {"goal": "a0 & ~a1", "strength": 2, "shift": -1},
+        {"goal": "a0 | a2", "strength": 3, "neutral_end": 1},
+        {"goal": ["a1", "~a2"], "strength": [2, 0.5]},
+        {},
+    ]
+    texts = BEGINNINGS.read_text("utf-8").splitlines()[:50]
+    prompts = [[0, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
+    asked = [goals[place % len(goals)] for place in range(len(prompts))]
+    requests = [
+        completion(ids, goal or None, max_tokens=12)
+        for ids, goal in zip(prompts, asked, strict=True)
+    ]
+    answers = [_tokens(answer) for answer in ask_all(address, requests)]
+    expected = generate_tokens(
+        lm,
+        tokenizer,
+        prompts,
+        goal=[_goals(hmm, loaded, goal) for goal in asked],
+        max_new_tokens=12,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+    )
+    assert len(answers) == 50
+    assert answers == expected
+
+
+def _goals(hmm: HMM, loaded: dict[str, Attribute], given: dict[str, Any]) -> list[ft.Goal]:
+    texts = given.get("goal", [])
+    texts = texts if isinstance(texts, list) else [texts]
+    strengths = given.get("strength", 1)
+    strengths = strengths if isinstance(strengths, list) else [strengths] * len(texts)
+    neutral = bool(given.get("neutral_end"))
+    return [
+        ft.Goal(
+            ft.Lookahead(hmm, ft.parse(text).build(loaded), 64, neutral_end=neutral),
+            strength,
+            given.get("shift", 0),
+        )
+        for text, strength in zip(texts, strengths, strict=True)
+    ]
+
+
+def test_plain_requests_are_untouched(real: tuple[str, Path], smollm2: Path) -> None:
+    """Bit for bit what vLLM writes without foretrace: tokens and log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    address, _ = real
+    bare = LLM(str(smollm2), dtype="float32", max_model_len=256, enforce_eager=True, seed=0)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    for words in BEGINNINGS.read_text("utf-8").splitlines()[:5]:
+        (own,) = bare.generate([words], params, use_tqdm=False)
+        (answer,) = ask_all(address, [completion(words, max_tokens=8, logprobs=1)])
+        assert _tokens(answer) == list(own.outputs[0].token_ids)
+        ours = answer.choices[0].logprobs.token_logprobs
+        theirs = [
+            step[token].logprob
+            for step, token in zip(own.outputs[0].logprobs, own.outputs[0].token_ids, strict=True)
+        ]
+        assert ours == theirs
+
+
+def test_what_cannot_be_steered_toward_is_refused(real: tuple[str, Path]) -> None:
+    from openai import BadRequestError
+
+    address, folder = real
+    (folder / "broken.safetensors").write_bytes(b"?")
+    wrong = ["a00", "a0 &", "../a0", '"/etc/passwd"', "broken", "a" * 5000]
+    answers = ask_all(address, [completion("w", {"goal": goal}, max_tokens=2) for goal in wrong])
+    assert all(isinstance(answer, BadRequestError) for answer in answers)
+    assert "Did you mean a" in str(answers[0])
+    fine = ask_all(address, [completion("The", {"goal": "a0"}, max_tokens=2)])
+    assert len(_tokens(fine[0])) == 2
+
+
+def test_new_attributes_are_found_and_counted(real: tuple[str, Path]) -> None:
+    address, folder = real
+    attribute = Attribute.load(folder / "a0.safetensors")
+    attribute.save(folder / "latest.safetensors")
+    several = completion("One day", {"goal": "latest"}, max_tokens=4, n=3) | {"temperature": 1}
+    (answer,) = ask_all(address, [several])
+    assert len(answer.choices) == 3
+    with urllib.request.urlopen(f"{address}/metrics") as page:
+        metrics = page.read().decode()
+    counted = dict(line.split() for line in metrics.splitlines() if line.startswith("foretrace_"))
+    assert float(counted["foretrace_requests_total"]) >= 3
+    assert float(counted["foretrace_step_seconds_count"]) > 0
+    assert float(counted["foretrace_table_build_seconds_count"]) >= 1
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """A server of a tiny LM with 8 slots, and too little memory for 8 texts; names of goals."""
+    folder = tmp_path_factory.mktemp("crowded")
+    known = fingerprint(word_tokenizer().get_vocab())
+    hmm = HMM.random(16, len(WORDS), eos_token_id=0, seed=0)
+    ft.HMM(
+        hmm.initial,
+        hmm.transition,
+        hmm.emission,
+        ft.HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=known),
+    ).save_pretrained(folder / "hmm")
+    names = _attributes(folder / "attributes", len(WORDS), 20, known)
+    few = ["--max-num-seqs", 8, "--block-size", 32, "--num-gpu-blocks-override", 12]
+    lm = write_tiny_lm(folder / "lm", heads=1)  # vLLM knows no heads of 16 on CPUs
+    command = steered(lm, folder / "hmm", folder / "attributes", *few)
+    with serving(command, folder / "log") as address:
+        yield address, names
+
+
+def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
+    """500 at once, over 20 goals and 8 slots, some preempted: each as if it were alone."""
+    address, names = crowded
+    numbers = random.Random(0)
+    requests = []
+    for _ in range(500):
+        prompt = [numbers.randrange(1, len(WORDS)) for _ in range(numbers.randrange(1, 24))]
+        first, second = numbers.sample(names, 2)
+        text = numbers.choice([first, f"~{first}", f"{first} & {second}", f"{first} | ~{second}"])
+        goal = {
+            "goal": text,
+            "strength": numbers.choice([1, 2, 5]),
+            "shift": numbers.choice([0, -2]),
+        }
+        steer = goal if numbers.random() < 0.8 else None
+        requests.append(completion(prompt, steer, max_tokens=numbers.randrange(24, 64)))
+    together = [_tokens(answer) for answer in ask_all(address, requests)]
+    with urllib.request.urlopen(f"{address}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    preempted = [line for line in lines if line.startswith("vllm:num_preemptions_total")]
+    assert float(preempted[0].split()[-1]) > 0
+    alone = [_tokens(answer) for answer in ask_all(address, requests, concurrency=1)]
+    assert together == alone

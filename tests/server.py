@@ -1,0 +1,103 @@
+"""A real server in a process of its own: `foretrace serve`, asked over HTTP."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+SLOWEST_START = 300  # seconds
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+}
+
+
+def free_port() -> int:
+    """Find a port that nobody uses."""
+    with socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def serving(command: Sequence[object], log: Path) -> Iterator[str]:
+    """Run a server until the block ends; give its address."""
+    port = free_port()
+    given = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, **ENVIRONMENT}
+    with log.open("wb") as file:
+        process = subprocess.Popen(given, stdout=file, stderr=file, env=environment)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, address, log)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def steered(model: Path, hmm: Path, attributes: Path, *more: object) -> list[object]:
+    """Give the command of a small server on a CPU."""
+    command: list[object] = [sys.executable, "-m", "foretrace", "serve", model, "--hmm", hmm]
+    command += ["--attributes", attributes, "--served-model-name", "lm", "--enforce-eager"]
+    return [*command, "--dtype", "float32", "--max-model-len", 256, *more]
+
+
+def _wait(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
+    end = time.monotonic() + SLOWEST_START
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
+    raise RuntimeError(f"The server did not start: {log.read_text('utf-8', 'replace')[-3000:]}")
+
+
+def ask_all(
+    address: str, requests: Sequence[Mapping[str, Any]], concurrency: int = 1000
+) -> list[Any]:
+    """Send completions all at once, as the OpenAI SDK does; give answers, or errors."""
+    return asyncio.run(_ask_all(address, requests, concurrency))
+
+
+async def _ask_all(
+    address: str, requests: Sequence[Mapping[str, Any]], concurrency: int
+) -> list[Any]:
+    import httpx
+    from openai import AsyncOpenAI
+
+    limits = httpx.Limits(max_connections=concurrency)
+    http = httpx.AsyncClient(limits=limits, timeout=600)
+    async with AsyncOpenAI(
+        base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        turn = asyncio.Semaphore(concurrency)
+
+        async def ask(request: Mapping[str, Any]) -> Any:
+            async with turn:
+                return await client.completions.create(model="lm", **request)
+
+        return await asyncio.gather(*map(ask, requests), return_exceptions=True)
+
+
+def completion(
+    prompt: Sequence[int] | str, goal: Mapping[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Make a greedy request, steered or plain, that gives its tokens."""
+    given = {"prompt": prompt, "temperature": 0, **more}
+    extra: dict[str, Any] = {"return_token_ids": True}
+    if goal is not None:
+        extra["vllm_xargs"] = dict(goal)
+    return {**given, "extra_body": extra}
