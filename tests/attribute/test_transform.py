@@ -1,9 +1,12 @@
 """The transform in logit space."""
 
+import math
+
 import pytest
 import torch
 
 from foretrace.attribute import LogitAffine
+from foretrace.attribute.transform import log_transformed
 from foretrace.errors import InvalidInputError
 
 
@@ -19,15 +22,16 @@ def test_the_ends_stay_where_they_are() -> None:
 
 
 def test_logarithms_do_not_underflow() -> None:
-    log_p = torch.tensor([-700.0, -1e-12, -0.5])
-    moved = LogitAffine(20.0, 1.0).of_log(log_p.double())
-    assert moved[0] == pytest.approx(20 * -700.0 + 1)
+    shares = torch.tensor([0.3, 1 - 1e-12, 0.5, 1.0], dtype=torch.float64)
+    sizes = torch.tensor([-700.0, 0.0, -0.1, 0.0], dtype=torch.float64)
+    moved = log_transformed(shares.clone(), sizes, 20.0, 1.0)
+    assert moved[0] == pytest.approx(20 * (math.log(0.3) - 700) + 1)
     assert -1e-200 < moved[1] <= 0
-    p = log_p.double().exp()[2]
+    p = shares[2] * sizes[2].exp()
     assert moved[2] == pytest.approx(float(LogitAffine(20.0, 1.0)(p).log()))
-    assert torch.equal(LogitAffine().of_log(log_p), log_p)
-    ends = LogitAffine(2.0, 1.0).of_log(torch.tensor([-torch.inf, 0.0]))
-    assert ends.tolist() == [-torch.inf, 0.0]
+    assert moved[3] == 0
+    each = log_transformed(shares.clone(), sizes, torch.tensor([20.0, 20, 20, 20]), torch.ones(4))
+    torch.testing.assert_close(each, moved)
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(0.0, 0.0), (-1.0, 0.0), (1.0, float("inf"))])

@@ -84,21 +84,23 @@ VALUES = st.one_of(
 )
 
 
+def anything() -> st.SearchStrategy[dict[str, Any]]:
+    """Make arguments of all kinds, many of them wrong."""
+    numbers = st.one_of(st.integers(1, 60), st.floats(0.1, 50), VALUES)
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "goal": st.one_of(_expressions(), st.lists(_expressions(), max_size=5), VALUES),
+        "strength": numbers,
+        "shift": numbers,
+        "horizon": numbers,
+        "neutral_end": st.one_of(st.booleans(), VALUES),
+    }
+    return st.fixed_dictionaries({}, optional=optional)
+
+
 @settings(
     max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "goal": st.one_of(_expressions(), st.lists(_expressions(), max_size=5), VALUES),
-            "strength": VALUES,
-            "shift": VALUES,
-            "horizon": VALUES,
-            "neutral_end": VALUES,
-        },
-    )
-)
+@given(anything())
 def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
     """`benchmarks/fuzz.py` does the same a hundred thousand times, and through admission."""
     began = perf_counter()

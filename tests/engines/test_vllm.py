@@ -1,6 +1,10 @@
 """Steering over HTTP: a real vLLM server, as anybody would run it."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
+from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
 from foretrace.hmm import HMM
 from foretrace.vocabulary import fingerprint
@@ -54,41 +59,80 @@ def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 def test_it_writes_what_transformers_writes(real: tuple[str, Path], smollm2: Path) -> None:
-    """Greedy, token for token, on 50 prompts, over goals of every kind; then plain ones."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    """Greedy, token for token, on 50 prompts, over goals of every kind, and none."""
     address, folder = real
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    lm = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    hmm = HMM.from_pretrained(EXAMPLE)
-    loaded = {name: Attribute.load(folder / f"{name}.safetensors") for name in ("a0", "a1", "a2")}
-    goals: list[dict[str, Any]] = [
+    prompts, asked = _requests(smollm2, 50)
+    requests = [
+        completion(ids, goal, max_tokens=12) for ids, goal in zip(prompts, asked, strict=True)
+    ]
+    answers = [_tokens(answer) for answer in ask_all(address, requests)]
+    assert len(answers) == 50
+    assert answers == _by_transformers(smollm2, folder, prompts, asked, 12)
+
+
+def test_the_second_model_runner_writes_the_same(real: tuple[str, Path], smollm2: Path) -> None:
+    """The default on GPUs: here through Triton's interpreter, on fewer slots than requests."""
+    folder = real[1]
+    prompts, asked = _requests(smollm2, 12)
+    given = [
+        {"prompt": ids, "goal": goal, "max_tokens": 6}
+        for ids, goal in zip(prompts, asked, strict=True)
+    ]
+    settings = Settings(str(EXAMPLE), str(folder), str(folder.parent / "tables"))
+    program = Path(__file__).parents[1] / "second_runner.py"
+    done = subprocess.run(
+        [sys.executable, program, smollm2],
+        input=json.dumps(given),
+        env={**os.environ, **settings.to_environment()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers == _by_transformers(smollm2, folder, prompts, asked, 6)
+
+
+def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, Any] | None]]:
+    """Make prompts, and what each asks for."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    goals: list[dict[str, Any] | None] = [
         {"goal": "a0"},
         {"goal": "a0 & ~a1", "strength": 2, "shift": -1},
         {"goal": "a0 | a2", "strength": 3, "neutral_end": 1},
         {"goal": ["a1", "~a2"], "strength": [2, 0.5]},
-        {},
+        {"goal": "a1", "horizon": 3},
+        None,
     ]
-    texts = BEGINNINGS.read_text("utf-8").splitlines()[:50]
+    texts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     prompts = [[0, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
-    asked = [goals[place % len(goals)] for place in range(len(prompts))]
-    requests = [
-        completion(ids, goal or None, max_tokens=12)
-        for ids, goal in zip(prompts, asked, strict=True)
-    ]
-    answers = [_tokens(answer) for answer in ask_all(address, requests)]
-    expected = generate_tokens(
-        lm,
-        tokenizer,
+    return prompts, [goals[place % len(goals)] for place in range(count)]
+
+
+def _by_transformers(
+    model: Path,
+    folder: Path,
+    prompts: list[list[int]],
+    asked: list[dict[str, Any] | None],
+    length: int,
+) -> list[list[int]]:
+    """Write the same with the other engine."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    hmm = HMM.from_pretrained(EXAMPLE)
+    loaded = {name: Attribute.load(folder / f"{name}.safetensors") for name in ("a0", "a1", "a2")}
+    return generate_tokens(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(model),
         prompts,
-        goal=[_goals(hmm, loaded, goal) for goal in asked],
-        max_new_tokens=12,
+        goal=[_goals(hmm, loaded, goal or {}) for goal in asked],
+        max_new_tokens=length,
         do_sample=False,
         temperature=None,
         top_p=None,
     )
-    assert len(answers) == 50
-    assert answers == expected
 
 
 def _goals(hmm: HMM, loaded: dict[str, Attribute], given: dict[str, Any]) -> list[ft.Goal]:
@@ -99,7 +143,9 @@ def _goals(hmm: HMM, loaded: dict[str, Attribute], given: dict[str, Any]) -> lis
     neutral = bool(given.get("neutral_end"))
     return [
         ft.Goal(
-            ft.Lookahead(hmm, ft.parse(text).build(loaded), 64, neutral_end=neutral),
+            ft.Lookahead(
+                hmm, ft.parse(text).build(loaded), given.get("horizon", 64), neutral_end=neutral
+            ),
             strength,
             given.get("shift", 0),
         )

@@ -36,17 +36,16 @@ class LogitAffine:
         """Transform probabilities; 0 stays 0 and 1 stays 1."""
         return torch.sigmoid(self.scale * torch.logit(probability) + self.shift)
 
-    def of_log(self, log_probability: Tensor) -> Tensor:
-        """Transform probabilities that are given, and wanted, as logarithms: without underflow."""
-        if self.identity:
-            return log_probability
-        return logit_affine_of_log(log_probability, self.scale, self.shift)
 
-
-def logit_affine_of_log(
-    log_probability: Tensor, scale: Tensor | float, shift: Tensor | float
+def log_transformed(
+    share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
 ) -> Tensor:
-    """Transform probabilities given as logarithms, each row by its own scale and shift."""
-    log_rest = torch.expm1(log_probability).neg_().log_()  # log(1 - p)
-    logit = torch.sub(log_probability, log_rest, out=log_rest)
-    return torch.nn.functional.logsigmoid(logit.mul_(scale).add_(shift))
+    """Give the logarithm of the transform of share * exp(log_size), in the memory of the share.
+
+    (..., n) shares; (n,) sizes, scales and shifts. Without underflow: log sigma(x) is taken as
+    min(x, 0) + log sigma(|x|), which on CPUs is also several times as fast as what torch has.
+    """
+    rest = torch.addcmul(share.new_ones(()), share, -log_size.exp()).clamp_min_(0.0)  # 1 - p
+    logit = share.log_().sub_(rest.log_()).mul_(scale).add_(log_size * scale + shift)
+    tail = torch.abs(logit, out=rest).sigmoid_().log_()
+    return logit.clamp_max_(0.0).add_(tail)

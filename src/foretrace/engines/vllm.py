@@ -194,9 +194,9 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             rows: list[Row | None] = [None] * len(logits)
             for place, slot in slots.items():
                 rows[place] = slot.row
-            steered = self.steering.reweight(logits, rows)
-            self._end(steered, [place for place, slot in slots.items() if slot.request is None])
-        return steered
+            self.steering.reweight_(logits, rows)
+            self._end(logits, [place for place, slot in slots.items() if slot.request is None])
+        return logits
 
     def _advance(self, slots: list[_Slot], tokens: Tensor) -> None:
         before = [slot.row for slot in slots if slot.row is not None]

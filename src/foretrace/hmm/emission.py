@@ -42,6 +42,12 @@ class Emission(Protocol):
     def predict(self, belief: Tensor) -> Tensor:
         """Give sum_z belief[z] p(x | z) for the whole vocabulary: (..., h) -> (..., V)."""
 
+    def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
+        """Give the same of the tokens of a block, of beliefs as columns: (h, n) -> (block, n).
+
+        The memory of `out` may be used for it.
+        """
+
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] p(x | z): (..., n) values, (n,) ids -> (..., h)."""
 
@@ -97,6 +103,10 @@ class DenseEmission:
     def predict(self, belief: Tensor) -> Tensor:
         """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
         return matmul(belief * self._normaliser, self.table.T)
+
+    def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
+        """Give p(x) of the tokens of a block, of beliefs as columns: (h, n) -> (block, n)."""
+        return matmul(self.table[block], beliefs * self._normaliser[:, None])
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""

@@ -140,9 +140,31 @@ class SparseEmission:
         if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a matrix of one column
             entries = torch.mv(self._matrix, scaled[0])[None]
         else:
-            entries = _transposed(self._matrix @ scaled.T)
+            entries = transposed(self._matrix @ scaled.T)
         probabilities = entries.addr_(flat @ self.leak, self.background)
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
+
+    def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
+        """Give p(x) of the tokens of a block, of beliefs as columns: (h, n) -> (block, n).
+
+        With `out`, several times as fast on CPUs: new memory is what costs most.
+        """
+        columns = beliefs.to(self._matrix.dtype)
+        if out is not None:
+            out = out[: block.stop - block.start]
+        entries = torch.mm(self._block(block), columns * self._scale[:, None], out=out)
+        leaked = self.leak @ columns
+        return entries.addcmul_(self.background[block, None], leaked).to(beliefs.dtype)
+
+    def _block(self, block: slice) -> Tensor:
+        """Give the entries of a block of tokens as a matrix: (block, h)."""
+        if block == slice(0, self.vocab_size):
+            return self._matrix
+        offsets = self.offsets[block.start : block.stop + 1]
+        own = slice(int(offsets[0]), int(offsets[-1]))
+        values = self._matrix.values()[own]
+        shape = (len(offsets) - 1, self.num_states)
+        return _csr(offsets - offsets[0], self.states[own], values, shape)
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
@@ -212,7 +234,7 @@ def _csr(offsets: Tensor, states: Tensor, values: Tensor, shape: tuple[int, int]
         return torch.sparse_csr_tensor(offsets, states, values, shape, check_invariants=False)
 
 
-def _transposed(table: Tensor) -> Tensor:
+def transposed(table: Tensor) -> Tensor:
     """Turn (V, n) into (n, V), row-major: sorting and softmax read rows.
 
     Of few rows, a product with the identity makes it three times as fast as a copy, on CPUs.

@@ -1,6 +1,7 @@
-"""The expected attribute probability of every next token: pure functions, for many rows at once.
+"""The expected attribute probability of next tokens: pure functions, for many rows at once.
 
-Shapes: rows n, terms K, vocabulary V. Rows of one kind share a step, whatever their attributes.
+Shapes: a block of b tokens, rows n, terms K. Rows of one kind share a step, whatever their
+attributes. Tensors are token-major: (b, K, n), (b, n).
 """
 
 from collections.abc import Sequence
@@ -23,60 +24,99 @@ class Kind(NamedTuple):
 
 
 class Future(NamedTuple):
-    """What the HMM says of the next token and all that may follow it."""
+    """What the HMM says of next tokens and all that may follow them."""
 
     joint: Tensor
-    """(n, K, V): sum_z predicted[z] emission[x, z] table[r, k, z]."""
+    """(b, K, n): sum_z predicted[z] emission[x, z] table[r, k, z]."""
     probability: Tensor
-    """(n, V): the same without the table."""
+    """(b, n): the same without the table."""
     average: Tensor
-    """(n, K): what `joint` sums to; it stands in for tokens that no state emits."""
+    """(K, n): what `joint` sums to over all tokens; it stands in for those that no state emits."""
 
 
 class Weighing(NamedTuple):
     """What the rows' attributes say of tokens."""
 
-    coefficients: Tensor  # (n, K) float64
-    past: Tensor  # (n, K) float64: sums of log-weights of what is written
-    own: Tensor  # (n, K, V): weights; where signed, 1 minus them
+    coefficients: Tensor  # (K, n) float64
+    past: Tensor  # (K, n) float64: sums of log-weights of what is written
+    own: Sequence[Tensor]
+    """Of every attribute once, (K, V): weights of tokens; where signed, 1 minus them ..."""
+    which: Tensor  # (n,)
+    """... and which of them is each row's."""
+
+    def weights(self, block: slice) -> Tensor:
+        """Give the weights of a block's tokens for every row: (b, K, n), or n = 1 for all."""
+        if len(self.own) == 1:
+            return self.own[0][:, block].T.unsqueeze(-1)
+        chosen = torch.stack([own[:, block] for own in self.own], -1)  # (K, b, attributes)
+        if chosen.device.type != "cpu":
+            return chosen[..., self.which].transpose(0, 1)
+        # A product with zeros and ones is exact, and on CPUs ten times as fast as a choice.
+        ones = torch.nn.functional.one_hot(self.which, len(self.own)).to(chosen)
+        return (chosen @ ones.T).transpose(0, 1)
 
 
-def log_eap(kind: Kind, future: Future, weighing: Weighing, ends: Sequence[int]) -> Tensor:
-    """Give log EAP of every next token: eq. (EAP) -> (n, V), at most 0.
+class EAP(NamedTuple):
+    """An expected attribute probability: `share` times exp(`log_size`), at most 1.
 
-    With a neutral end, tokens of `ends` count as the average of what may come.
+    What is written may be so improbable that the product is smaller than any float32.
+    """
+
+    share: Tensor  # (b, n)
+    log_size: Tensor  # (n,)
+
+    def log(self) -> Tensor:
+        """Give its logarithm, in the memory of the share: (b, n), at most 0."""
+        return self.share.log_().add_(self.log_size).clamp_max_(0.0)
+
+
+def expect(
+    kind: Kind, future: Future, weighing: Weighing, block: slice, ends: Sequence[int]
+) -> EAP:
+    """Give the EAP of every token of a block: eq. (EAP).
+
+    With a neutral end, tokens of `ends` count as the average of what may come. What `future.joint`
+    held is overwritten.
     """
     least = inference.IMPOSSIBLE
-    ratio = torch.add(future.joint, future.average.unsqueeze(-1), alpha=least)
+    ratio = future.joint.add_(future.average, alpha=least)
     ratio.div_((future.probability + least).unsqueeze(1))
     if kind.signed:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
-        ratio.addcmul_(weighing.own, 1 - ratio)
+        ratio.addcmul_(weighing.weights(block), 1 - ratio)
     else:
-        ratio.mul_(weighing.own)
+        ratio.mul_(weighing.weights(block))
     if kind.neutral_end:
-        ratio[..., list(ends)] = future.average.unsqueeze(-1)
+        inside = [end - block.start for end in ends if block.start <= end < block.stop]
+        ratio[inside] = future.average
     coefficients, past = weighing.coefficients, weighing.past
     if kind.signed:
         lost = _summed(coefficients * past.exp(), ratio)
-        eap = combined(coefficients, past).to(lost).unsqueeze(-1) - lost
-        return eap.clamp_(least, 1.0).log_()
-    # The past may be smaller than any float32: its size is put aside as a logarithm.
-    size = past.max(-1, keepdim=True).values.clamp_min(-1e30)
-    eap = _summed(coefficients * (past - size).exp(), ratio)
-    return eap.clamp_min_(least).log_().add_(size.to(eap)).clamp_max_(0.0)
+        so_far = combined(coefficients.T, past.T).to(lost)
+        return EAP((so_far - lost).clamp_(least, 1.0), so_far.new_zeros(so_far.shape))
+    if kind.terms == 1:
+        size = _bounded(past[0] + coefficients[0].log())
+        return EAP(ratio[:, 0].clamp_min_(least), size.to(ratio))
+    size = _bounded(past.max(0).values)
+    share = _summed(coefficients * (past - size).exp(), ratio)
+    return EAP(share.clamp_min_(least), size.to(share))
 
 
 def expected(kind: Kind, average: Tensor, weighing: Weighing) -> Tensor:
-    """Give the EAP of texts as they are, before their next tokens: (n, K) averages -> (n,)."""
+    """Give the EAP of texts as they are, before their next tokens: (K, n) averages -> (n,)."""
     products = 1 - average.double() if kind.signed else average.double()
     shares = weighing.coefficients * weighing.past.exp()
-    return (shares * products).sum(-1).clamp(0.0, 1.0)
+    return (shares * products).sum(0).clamp(0.0, 1.0)
+
+
+def _bounded(log_size: Tensor) -> Tensor:
+    """Keep what is impossible finite: differences of it must be numbers."""
+    return log_size.clamp_min(-1e30)
 
 
 def _summed(shares: Tensor, ratio: Tensor) -> Tensor:
-    """Sum over the terms, reusing the memory of the first: (n, K), (n, K, V) -> (n, V)."""
-    weights = shares.to(ratio).unsqueeze(-1)
-    total = ratio[:, 0].mul_(weights[:, 0])
+    """Sum over the terms, in the memory of the first: (K, n), (b, K, n) -> (b, n)."""
+    weights = shares.to(ratio)
+    total = ratio[:, 0].mul_(weights[0])
     for term in range(1, ratio.shape[1]):
-        total.addcmul_(ratio[:, term], weights[:, term])
+        total.addcmul_(ratio[:, term], weights[term])
     return total

@@ -10,7 +10,7 @@ from foretrace.attribute import Attribute
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.lookahead.expectation import Future, Kind, Weighing, log_eap
+from foretrace.lookahead.expectation import Future, Kind, Weighing, expect
 from foretrace.vocabulary import require_same_fingerprint
 
 
@@ -118,12 +118,16 @@ class Lookahead:
 
         Weights of the prefix do not count: it is the prompt.
         """
-        predicted, emission = self.predicted(prefix), self.hmm.emission
-        weighted = predicted[:, None] * self.ahead(remaining)
-        future = Future(emission.predict(weighted), emission.predict(predicted), weighted.sum(-1))
-        past = torch.zeros_like(self.coefficients)
-        weighing = Weighing(self.coefficients[None], past[None], self.own[None])
-        return log_eap(self.kind, future, weighing, self.hmm.config.eos_token_ids)[0].exp()
+        predicted, whole = self.predicted(prefix), slice(0, self.hmm.vocab_size)
+        weighted = predicted * self.ahead(remaining)  # (K, h)
+        joint = self.hmm.emission.predict_block(weighted.T, whole).unsqueeze(-1)
+        probability = self.hmm.emission.predict_block(predicted.T, whole)
+        future = Future(joint, probability, weighted.sum(-1, keepdim=True))
+        coefficients = self.coefficients[:, None]
+        past, only = torch.zeros_like(coefficients), torch.zeros(1, dtype=torch.long)
+        weighing = Weighing(coefficients, past, [self.own], only)
+        ends = self.hmm.config.eos_token_ids
+        return expect(self.kind, future, weighing, whole, ends).log()[:, 0].exp()
 
     def predicted(self, prefix: Tensor) -> Tensor:
         """Give the distribution of the next state after a 1-D prefix, or at the start: (1, h)."""

@@ -64,4 +64,4 @@ class Matching:
 
     def reweight(self, logits: Tensor) -> Tensor:
         """Steer the rows of the last step: (n, V or more) logits -> the same."""
-        return self.steering.reweight(logits, self.rows)
+        return self.steering.reweight_(logits.clone(), self.rows)

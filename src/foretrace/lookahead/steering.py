@@ -4,21 +4,22 @@ What it keeps is a cache: everything can be found again from the token ids. Toke
 on the HMM's device, and nothing here waits for it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from foretrace.attribute.transform import logit_affine_of_log
+from foretrace.attribute.transform import log_transformed
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.lookahead.expectation import Future, Kind, Weighing, expected, log_eap
+from foretrace.hmm.sparse import transposed
+from foretrace.lookahead.expectation import Future, Kind, Weighing, expect, expected
 from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
 
-# Probabilities at once. On a CPU what fits its caches: twice as fast with hundreds of rows.
-MOST_ELEMENTS, MOST_ON_CPU = 1 << 26, 1 << 20
+# Probabilities at once; on a CPU, what fits its caches. The vocabulary is cut into blocks.
+MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 28, 1 << 19, 1024
 READ_BACK = 512  # tokens that are read of a text when it is met: an HMM forgets those before
 
 
@@ -111,8 +112,8 @@ class Steering:
             found.append(tuple(g.lookahead.log_weights(written).sum(0) for g in request.goals))
         return found
 
-    def reweight(self, logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
-        """Add the logarithms of the factors to the LM's logits: (n, V or more) -> the same.
+    def reweight_(self, logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
+        """Add the logarithms of the factors to the LM's logits, in place: (n, V or more).
 
         What the HMM does not know, past its vocabulary, a steered row will not write. A row that is
         None, or has no goals, is left as it is.
@@ -122,58 +123,80 @@ class Steering:
                 f"Logits have shape {tuple(logits.shape)}, but there are {len(rows)} rows, "
                 f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
             )
-        steered = logits.clone()
-        known = steered[:, : self.hmm.vocab_size]
-        for part in self._parts(rows):
-            factors = self._log_factors([row for _, row in part]).to(logits)
-            places = torch.tensor([place for place, _ in part], device=logits.device)
-            known.index_add_(0, places, factors)
-            steered[places, self.hmm.vocab_size :] = -torch.inf
-        return steered
-
-    def _parts(self, rows: Sequence[Row | None]) -> Iterator[list[tuple[int, Row]]]:
-        """Go through the rows that have goals, as many at once as memory should hold."""
-        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
-        part: list[tuple[int, Row]] = []
-        width = 0
-        for place, row in enumerate(rows):
-            if row is None or not row.request.goals:
-                continue
-            own = 1 + sum(len(goal.lookahead.terms) for goal in row.request.goals)
-            if part and (width + own) * self.hmm.vocab_size > most:
-                yield part
-                part, width = [], 0
-            part.append((place, row))
-            width += own
-        if part:
-            yield part
-
-    def _log_factors(self, rows: Sequence[Row]) -> Tensor:
-        """Give the sum of log f(EAP) over each row's goals, of every next token: (n, V)."""
-        predicted = torch.stack([row.predicted for row in rows])  # (n, h)
-        groups = _by_kind(rows)
-        weighted = [predicted[asked.places].unsqueeze(1) * asked.ahead() for asked in groups]
+        steered = [(place, row) for place, row in enumerate(rows) if row and row.request.goals]
+        if not steered:
+            return logits
+        states = torch.stack([row.predicted for _, row in steered], 1)  # (h, n)
+        groups = [_Group(asked, states) for asked in _by_kind([row for _, row in steered])]
+        if self.observe is not None:
+            for group in groups:
+                self.observe(expected(group.kind, group.average, group.weighing))
         # One product for all: the emission is read once.
-        stacked = torch.cat([predicted, *(each.flatten(0, 1) for each in weighted)])
-        sizes = [len(rows), *(each.shape[0] * each.shape[1] for each in weighted)]
-        probability, *joints = torch.split(self.hmm.emission.predict(stacked), sizes)
+        stacked = torch.cat([states, *(group.weighted for group in groups)], 1)
+        places = torch.tensor([place for place, _ in steered], device=logits.device)
+        blocks = list(self._blocks(stacked.shape[1]))
+        memory = stacked.new_empty(blocks[0].stop, stacked.shape[1])
+        for block in blocks:
+            product = self.hmm.emission.predict_block(stacked, block, memory)
+            factors = transposed(self._log_factors(product, len(steered), groups, block)).to(logits)
+            if len(places) == len(logits):
+                logits[:, block].add_(factors)
+            else:  # several times as fast as to add where the places are
+                logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
+        if logits.shape[1] > self.hmm.vocab_size:
+            logits[places, self.hmm.vocab_size :] = -torch.inf
+        return logits
+
+    def _blocks(self, columns: int) -> Iterator[slice]:
+        """Go through the vocabulary, as many tokens at once as memory should hold."""
+        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
+        step = max(FEWEST_TOKENS, most // columns)
+        for first in range(0, self.hmm.vocab_size, step):
+            yield slice(first, min(first + step, self.hmm.vocab_size))
+
+    def _log_factors(
+        self, product: Tensor, rows: int, groups: Sequence["_Group"], block: slice
+    ) -> Tensor:
+        """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n)."""
+        widths = [group.weighted.shape[1] for group in groups]
+        probability, *joints = torch.split(product, [rows, *widths], 1)
+        ends = self.hmm.config.eos_token_ids
         total: Tensor | None = None
-        for asked, joint, each in zip(groups, joints, weighted, strict=True):
-            whole = asked.places == list(range(len(rows)))
-            own = probability if whole else probability[asked.places]
-            shaped = joint.view(len(asked.places), -1, joint.shape[-1])
-            future, weighing = Future(shaped, own, each.sum(-1)), asked.weighing()
-            if self.observe is not None:
-                self.observe(expected(asked.kind, future.average, weighing))
-            ends = self.hmm.config.eos_token_ids
-            factors = asked.transformed(log_eap(asked.kind, future, weighing, ends))
-            if whole and total is None:
+        for group, joint in zip(groups, joints, strict=True):
+            own = probability if group.whole else probability[:, group.places]
+            factors = group.log_factors(joint, own, block, ends)
+            if group.whole and total is None:
                 total = factors  # one kind for all: nothing to add up
             else:
                 total = torch.zeros_like(probability) if total is None else total
-                total.index_add_(0, torch.tensor(asked.places, device=factors.device), factors)
+                total.index_add_(1, group.index, factors)
         assert total is not None  # every row here has a goal
         return total
+
+
+class _Group:
+    """Goals of one kind, of some of the rows: what stays the same from block to block."""
+
+    def __init__(self, asked: "_Asked", states: Tensor) -> None:
+        self.kind, self.places = asked.kind, asked.places
+        self.whole = asked.places == list(range(states.shape[1]))
+        self.index = torch.tensor(asked.places, device=states.device)
+        weighted = asked.ahead() * states[:, None, asked.places]  # (h, K, n)
+        self.average = weighted.sum(0)
+        self.weighted = weighted.flatten(1)
+        self.weighing = asked.weighing()
+        self.transform = asked.transform(self.average)
+
+    def log_factors(
+        self, joint: Tensor, probability: Tensor, block: slice, ends: Sequence[int]
+    ) -> Tensor:
+        """Give log f(EAP) of every token of a block: (b, K n), (b, n) -> (b, n)."""
+        shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))
+        future = Future(shaped, probability, self.average)
+        eap = expect(self.kind, future, self.weighing, block, ends)
+        if self.transform is None:
+            return eap.log()
+        return log_transformed(eap.share, eap.log_size, *self.transform)
 
 
 @dataclass
@@ -187,26 +210,30 @@ class _Asked:
     left: list[int] = field(default_factory=list)
 
     def ahead(self) -> Tensor:
-        """Give every row's table for what remains to it: (n, K, h)."""
+        """Give every row's table for what remains to it: (h, K, n)."""
         pairs = zip(self.goals, self.left, strict=True)
-        return torch.stack([goal.lookahead.ahead(left) for goal, left in pairs])
+        return torch.stack([goal.lookahead.ahead(left).T for goal, left in pairs], -1)
 
     def weighing(self) -> Weighing:
         """Give what the rows' attributes say of tokens."""
+        own = {id(goal.lookahead.own): goal.lookahead.own for goal in self.goals}
+        order = {name: place for place, name in enumerate(own)}
+        which = [order[id(goal.lookahead.own)] for goal in self.goals]
+        coefficients = torch.stack([goal.lookahead.coefficients for goal in self.goals], 1)
+        device = coefficients.device
         return Weighing(
-            _stacked(goal.lookahead.coefficients for goal in self.goals),
-            torch.stack(self.past),
-            _stacked(goal.lookahead.own for goal in self.goals),
+            coefficients,
+            torch.stack(self.past, 1),
+            list(own.values()),
+            torch.tensor(which, device=device),
         )
 
-    def transformed(self, log_eap: Tensor) -> Tensor:
-        """Give log f(EAP), f being each goal's own: (n, V)."""
-        first = self.goals[0].transform
-        if all(goal.transform == first for goal in self.goals):
-            return first.of_log(log_eap)
-        given = [(goal.strength, goal.shift) for goal in self.goals]
-        scale, shift = torch.tensor(given).to(log_eap).T.unsqueeze(-1)
-        return logit_affine_of_log(log_eap, scale, shift)
+    def transform(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Give every goal's scale and shift, (n,) each; None where nothing is transformed."""
+        if self.goals[0].transform.identity:
+            return None
+        scale, shift = torch.tensor([(goal.strength, goal.shift) for goal in self.goals]).to(like).T
+        return scale, shift
 
 
 def _by_kind(rows: Sequence[Row]) -> list[_Asked]:
@@ -242,11 +269,3 @@ def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tens
 
 def _added(past: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(before + more for before, more in zip(past, own, strict=True))
-
-
-def _stacked(tensors: Iterable[Tensor]) -> Tensor:
-    """Stack rows; one that is the same for all is not copied."""
-    rows = list(tensors)
-    if all(row is rows[0] for row in rows):
-        return rows[0].expand(len(rows), *rows[0].shape)
-    return torch.stack(rows)

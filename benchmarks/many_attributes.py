@@ -1,0 +1,98 @@
+"""Ten thousand attributes in a folder: what a server's start, memory and a first use cost.
+
+A library as every process of a server opens it, with the HMM of `examples/`. With --quick, a
+thousand attributes.
+"""
+
+import resource
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from foretrace.attribute import Attribute
+from foretrace.engines.asked import Asked, read_asked
+from foretrace.engines.library import Library
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from harness import Report, options
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
+TOKENS = 2_000  # that an attribute weighs
+COLD = 50
+
+
+def main() -> None:
+    """Fill a folder, open it, and use some."""
+    given = options(__doc__)
+    count = 1_000 if given.quick else 10_000
+    report = Report(f"{count:,} attributes in a folder")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "attributes"
+        _fill(folder, count)
+        began, before = perf_counter(), _resident()
+        hmm = HMM.from_pretrained(EXAMPLE)
+        library = Library(hmm, folder, Path(scratch) / "tables")
+        report.add("start: HMM and folder", perf_counter() - began, "s")
+        began = perf_counter()
+        listed = len(library.names())
+        report.add(f"names of {listed:,}, listed", perf_counter() - began, "s")
+        report.add("memory for it", _resident() - before, "MB")
+        _use(report, library, count)
+        report.add("memory, a hundred in use", _resident() - before, "MB")
+    report.publish(given.json)
+
+
+def _fill(folder: Path, count: int) -> None:
+    """Write one for every user; files of the same weights are linked to save time."""
+    known = HMM.from_pretrained(EXAMPLE).config.tokenizer_fingerprint
+    numbers = torch.Generator().manual_seed(0)
+    for place in range(count):
+        weights = torch.ones(49152)
+        chosen = torch.randint(3, 49152, (TOKENS,), generator=numbers)
+        weights[chosen] = torch.rand(TOKENS, generator=numbers)
+        Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
+            folder / f"user-{place}.safetensors"
+        )
+
+
+def _use(report: Report, library: Library, count: int) -> None:
+    """Use some for the first time, and again; then name one that is not there."""
+    cold, warm, ready = [], [], []
+    for place in range(0, count, count // (2 * COLD)):
+        asked = _asked(f"user-{place}")
+        began = perf_counter()
+        keys = library.admit(asked)
+        cold.append(perf_counter() - began)
+        began = perf_counter()
+        library.goals(asked, keys)
+        ready.append(perf_counter() - began)
+        began = perf_counter()
+        library.goals(asked, library.admit(asked))
+        warm.append(perf_counter() - began)
+    report.add("first use: admission", median(cold), "s", at_most=0.5)
+    report.add("first use: admission, slowest", max(cold), "s")
+    report.add("first use: the decoding process", 1000 * median(ready), "ms")
+    report.add("later uses, both", 1000 * median(warm), "ms")
+    began = perf_counter()
+    try:
+        library.admit(_asked("user-x1"))
+    except InvalidInputError as error:
+        report.add(f"a name that is not there ({error})", 1000 * (perf_counter() - began), "ms")
+
+
+def _asked(goal: str) -> Asked:
+    asked = read_asked({"goal": goal})
+    assert asked is not None
+    return asked
+
+
+def _resident() -> float:
+    """Give the most memory that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
