@@ -5,19 +5,20 @@ thousand attributes.
 """
 
 import resource
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace.attribute import Attribute
 from foretrace.engines.asked import Asked, read_asked
 from foretrace.engines.library import Library
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from harness import Report, options
+from random_attributes import write_random
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 TOKENS = 2_000  # that an attribute weighs
@@ -46,16 +47,12 @@ def main() -> None:
 
 
 def _fill(folder: Path, count: int) -> None:
-    """Write one for every user; files of the same weights are linked to save time."""
-    known = HMM.from_pretrained(EXAMPLE).config.tokenizer_fingerprint
-    numbers = torch.Generator().manual_seed(0)
+    """Write one for every user."""
+    hmm = HMM.from_pretrained(EXAMPLE)
+    known = hmm.config.tokenizer_fingerprint
     for place in range(count):
-        weights = torch.ones(49152)
-        chosen = torch.randint(3, 49152, (TOKENS,), generator=numbers)
-        weights[chosen] = torch.rand(TOKENS, generator=numbers)
-        Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
-            folder / f"user-{place}.safetensors"
-        )
+        name, share = f"user-{place}", TOKENS / hmm.vocab_size
+        write_random(folder, name, hmm.vocab_size, share=share, known=known, seed=place)
 
 
 def _use(report: Report, library: Library, count: int) -> None:

@@ -1,7 +1,7 @@
 """What steering costs in vLLM: tokens a second, steered against bare, 64 requests at once, 8 goals.
 
 Needs the environment with vLLM in it. SmolLM2 and the HMM of `examples/`; two engines in one
-process, one of them without foretrace, by turns. With --quick, one turn.
+process, one of them without foretrace, by turns. With --quick, few turns.
 """
 
 import os
@@ -14,12 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import torch
 
-from foretrace.attribute import Attribute
 from foretrace.engines.settings import Settings
 from foretrace.hmm import HMM
 from harness import Report, options
+from random_attributes import write_random
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
@@ -50,14 +49,9 @@ def _attributes(folder: Path) -> list[str]:
     """Write attributes that weigh a tenth of the tokens."""
     hmm = HMM.from_pretrained(EXAMPLE)
     names = [f"a{place}" for place in range(GOALS)]
+    known = hmm.config.tokenizer_fingerprint
     for place, name in enumerate(names):
-        numbers = torch.Generator().manual_seed(place)
-        weights = torch.rand(hmm.vocab_size, generator=numbers)
-        weights[torch.rand(hmm.vocab_size, generator=numbers) > 0.1] = 1.0
-        known = hmm.config.tokenizer_fingerprint
-        Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
-            folder / f"{name}.safetensors"
-        )
+        write_random(folder, name, hmm.vocab_size, share=0.1, known=known, seed=place)
     return names
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import torch
 
-from foretrace.attribute import Attribute
 from foretrace.hmm import HMM
 from harness import Report, options
+from random_attributes import write_random
 from server import completion, serving, steered
 from smollm2 import find_smollm2
 
@@ -70,13 +69,9 @@ def main() -> None:
 
 
 def _write(folder: Path, name: str, seed: int) -> None:
-    known = HMM.from_pretrained(EXAMPLE).config.tokenizer_fingerprint
-    numbers = torch.Generator().manual_seed(seed)
-    weights = torch.rand(49152, generator=numbers)
-    weights[torch.rand(49152, generator=numbers) > 0.1] = 1.0
-    Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
-        folder / f"{name}.safetensors"
-    )
+    hmm = HMM.from_pretrained(EXAMPLE)
+    known = hmm.config.tokenizer_fingerprint
+    write_random(folder, name, hmm.vocab_size, share=0.1, known=known, seed=seed)
 
 
 async def _strain(

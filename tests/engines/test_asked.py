@@ -1,6 +1,6 @@
 """What requests ask for: read, or refused with a reason; never anything else."""
 
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from foretrace.engines.asked import MOST_GOALS, MOST_NAMES, Asked, read_asked
 from foretrace.errors import InvalidInputError
 
 NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x"]
-SLOWEST = 0.05  # seconds
+SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
 
 
 def test_goals_and_numbers() -> None:
@@ -35,6 +35,7 @@ def test_goals_and_numbers() -> None:
     [
         ({"strength": 3}, "without a goal"),
         ({"goals": "a", "strength": 3}, "Did you mean goal"),
+        ({"Goal": "a"}, "Did you mean goal"),
         ({"goal": ""}, "must be an expression"),
         ({"goal": 5}, "must be an expression"),
         ({"goal": []}, "1 to"),
@@ -103,11 +104,11 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
 @given(anything())
 def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
     """`benchmarks/fuzz.py` does the same a hundred thousand times, and through admission."""
-    began = perf_counter()
+    began = thread_time()
     try:
         found = read_asked(given)
     except InvalidInputError:
         pass
     else:
         assert found is None or isinstance(found, Asked)
-    assert perf_counter() - began < SLOWEST
+    assert thread_time() - began < SLOWEST

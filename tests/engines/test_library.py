@@ -1,5 +1,6 @@
 """The library: tables built once, by whoever admits, and read by whoever decodes."""
 
+import os
 from pathlib import Path
 from threading import Thread
 
@@ -9,7 +10,7 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.engines.asked import Asked, read_asked
 from foretrace.engines.library import Library
-from foretrace.errors import InvalidInputError
+from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 
@@ -55,7 +56,7 @@ def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: st
         file.unlink()  # after admission: the request is served all the same
     (found,) = _library(hmm, folder).goals(asked, keys)
     assert found.strength == 2
-    assert found.lookahead.neutral_end
+    assert found.neutral_end
     for place, name in enumerate(("nontoxic", "formal", "mixed")):
         _write(folder, name, place)
     attributes = {
@@ -126,7 +127,7 @@ def test_memory_and_disk_have_their_budgets(hmm: HMM, folder: Path) -> None:
         library.goals(asked, library.admit(asked))
     assert events.count("hit") == 1  # mixed, the second time
     assert len(library._kept) == 2
-    assert not list(library.tables.glob("*.table"))  # what the disk may not keep is built again
+    assert not list(library.tables.iterdir())  # what the disk may not keep is built again
 
 
 def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
@@ -140,3 +141,27 @@ def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
         thread.join()
     assert events.count("build") == 1
     assert not library._building
+
+
+def test_what_was_admitted_is_not_exchanged(hmm: HMM, folder: Path) -> None:
+    """Neither its file nor its table is there any more: better no text than another attribute's."""
+    library = _library(hmm, folder, disk=1)
+    keys = library.admit(_asked("formal"))
+    _write(folder, "formal", 7)
+    with pytest.raises(ForetraceError):
+        library.goals(_asked("formal"), keys)
+
+
+def test_a_folder_that_others_can_write_to_is_refused(hmm: HMM, folder: Path) -> None:
+    mine = folder.parent / "tables" / f"foretrace-{os.getuid()}"
+    mine.mkdir(parents=True)
+    mine.chmod(0o777)
+    with pytest.raises(InvalidInputError, match="others can write"):
+        _library(hmm, folder)
+
+
+def test_a_damaged_table_is_built_again(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    (key,) = library.admit(_asked("formal"))
+    library._files(key)[1].write_bytes(b"?")
+    assert library.goals(_asked("formal"), [key])

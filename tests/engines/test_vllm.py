@@ -21,6 +21,7 @@ from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
 from foretrace.hmm import HMM
 from foretrace.vocabulary import fingerprint
+from random_attributes import write_random
 from server import ask_all, completion, serving, steered
 from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
@@ -32,14 +33,10 @@ BEGINNINGS = Path(__file__).parent / "beginnings.txt"
 
 def _attributes(folder: Path, vocab_size: int, count: int, known: str | None = None) -> list[str]:
     """Write attributes of random weights."""
-    for place in range(count):
-        random_numbers = torch.Generator().manual_seed(place)
-        weights = torch.rand(vocab_size, generator=random_numbers)
-        weights[torch.rand(vocab_size, generator=random_numbers) < 0.5] = 1.0
-        Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
-            folder / f"a{place}.safetensors"
-        )
-    return [f"a{place}" for place in range(count)]
+    names = [f"a{place}" for place in range(count)]
+    for place, name in enumerate(names):
+        write_random(folder, name, vocab_size, share=0.5, known=known, seed=place)
+    return names
 
 
 def _tokens(answer: Any) -> list[int]:
@@ -143,11 +140,10 @@ def _goals(hmm: HMM, loaded: dict[str, Attribute], given: dict[str, Any]) -> lis
     neutral = bool(given.get("neutral_end"))
     return [
         ft.Goal(
-            ft.Lookahead(
-                hmm, ft.parse(text).build(loaded), given.get("horizon", 64), neutral_end=neutral
-            ),
+            ft.Lookahead(hmm, ft.parse(text).build(loaded), given.get("horizon", 64)),
             strength,
             given.get("shift", 0),
+            neutral,
         )
         for text, strength in zip(texts, strengths, strict=True)
     ]

@@ -36,6 +36,25 @@ def test_predict_is_a_product_with_the_table(operator: Emission, batch: tuple[in
     torch.testing.assert_close(operator.predict(belief), expected)
 
 
+def test_blocks_are_parts_of_the_product(operator: Emission) -> None:
+    beliefs = simplex(5, STATES, seed=1)
+    expected = operator.predict(beliefs).T
+    memory = torch.full((VOCAB, 5), torch.nan, dtype=torch.float64)
+    for block in (slice(0, VOCAB), slice(0, 7), slice(7, 30), slice(30, VOCAB)):
+        for out in (None, memory):
+            found = operator.predict_block(beliefs.T, block, out)
+            torch.testing.assert_close(found, expected[block])
+
+
+def test_padded_entries_are_the_same() -> None:
+    """What devices do that should not be waited for."""
+    operator = sparse_emission(VOCAB, STATES, share=0.2, seed=3)
+    tokens = torch.tensor([3, 3, 0, 39])
+    rows = operator.background[tokens, None] * operator.leak
+    operator._add_padded(rows, tokens)
+    torch.testing.assert_close(rows, operator.rows(tokens))
+
+
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_expect_sums_over_the_given_tokens(operator: Emission, batch: tuple[int, ...]) -> None:
     tokens = torch.tensor([0, 5, 39])

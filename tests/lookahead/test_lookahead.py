@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
-from foretrace.hmm import HMM, HMMConfig, inference
+from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
 from tiny import FORMS, TOKENS, all_texts, path_probabilities, tiny_hmm
 from tiny_attributes import WEIGHTS, attributes
@@ -80,22 +80,6 @@ def test_a_horizon_of_nothing_weighs_the_next_token_alone() -> None:
     lookahead = Lookahead(tiny_hmm("dense"), attributes()["one"], 0)
     found = lookahead.eap(torch.tensor([1, 2]), remaining=3)
     torch.testing.assert_close(found, WEIGHTS[0])
-
-
-@pytest.mark.parametrize("name", ["one", "not", "all"])
-def test_a_neutral_end_is_no_escape(name: str) -> None:
-    """It counts as the mean over what may come; other tokens count as before."""
-    attribute, prefix = attributes()[name], torch.tensor([1, 2])
-    hmm = tiny_hmm("dense")
-    known = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(eos_token_ids=(TOKENS - 1,)))
-    plain, neutral = (Lookahead(known, attribute, 5, neutral_end=each) for each in (False, True))
-    before, after = (each.eap(prefix, 3) for each in (plain, neutral))
-    torch.testing.assert_close(after[:-1], before[:-1])
-    *_, filtered = inference.scan(known, prefix[None])
-    ahead = plain.ahead(3)[None]
-    products = 1 - ahead if plain.terms.signed else ahead
-    mean = (filtered.predicted[:, None] * products).sum(-1) @ plain.terms.coefficients
-    torch.testing.assert_close(after[-1:], mean)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from foretrace.errors import InvalidInputError
-from foretrace.hmm import HMM
+from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Goal, Lookahead, Matching, Request
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
@@ -69,7 +69,8 @@ def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
     lookahead = Lookahead(hmm, attributes()["all"], 7)
     terms = len(lookahead.terms)
     assert lookahead.table.nbytes == 8 * 8 * terms * hmm.num_states
-    assert lookahead.nbytes == lookahead.table.nbytes + 8 * terms * TOKENS
+    tokens = len(lookahead.tokens)
+    assert lookahead.nbytes == lookahead.table.nbytes + 8 * (terms * (TOKENS + tokens) + tokens)
     steering = Matching(hmm)
     requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
@@ -89,3 +90,65 @@ def test_logits_of_other_rows_are_refused() -> None:
         steering.reweight(torch.zeros(2, TOKENS))
     with pytest.raises(InvalidInputError, match="4 tokens"):
         steering.reweight(torch.zeros(1, TOKENS - 1))
+
+
+@pytest.mark.parametrize("name", ["one", "not", "or", "all"])
+def test_long_improbable_texts_are_still_steered(name: str) -> None:
+    """In float32 as in float64: nothing underflows, and the LM's logits are not lost."""
+    attribute = attributes()[name]
+    written = [token % TOKENS for token in range(400)]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        hmm = tiny_hmm("dense").to(dtype=dtype)
+        request = Request((Goal(Lookahead(hmm, attribute, LENGTH), 2.0, -1.0),), (), 1000)
+        steering = Matching(hmm)
+        steering.step([request], [written])
+        logits = torch.tensor([[0.25, 0.5, 0.125, 0.0]], dtype=dtype)
+        found.append(steering.reweight(logits).log_softmax(-1).double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+    assert found[0].std() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_tables_of_any_dtype(dtype: torch.dtype, form: str) -> None:
+    exact, rounded = tiny_hmm(form), tiny_hmm(form).to(dtype=dtype)
+    found = []
+    for hmm in (exact, rounded):
+        lookahead = Lookahead(hmm, attributes()["all"], LENGTH)
+        steering = Matching(hmm)
+        steering.step([Request((Goal(lookahead),), (1, 2), 9)], [[3]])
+        found.append(steering.reweight(torch.zeros(1, TOKENS)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.1)
+
+
+def test_tokens_that_the_hmm_does_not_know_are_passed_over() -> None:
+    hmm = tiny_hmm("dense")
+    goal = Goal(Lookahead(hmm, attributes()["one"], LENGTH))
+    known, with_unknown = Matching(hmm), Matching(hmm)
+    known.step([Request((goal,), (1, 2), 9)], [[3]])
+    request = Request((goal,), (1, TOKENS + 5, 2), 9)
+    with_unknown.step([request], [[]])
+    with_unknown.step([request], [[3]])
+    logits = torch.zeros(1, TOKENS + 10)
+    torch.testing.assert_close(known.reweight(logits), with_unknown.reweight(logits))
+    with_unknown.step([request], [[3, TOKENS + 1]])
+    assert with_unknown.reweight(logits)[0, :TOKENS].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["one", "not", "all"])
+def test_a_neutral_end_is_as_probable_as_before(name: str) -> None:
+    """And the other tokens stand to each other as they would without."""
+    hmm = tiny_hmm("dense")
+    known = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(eos_token_ids=(TOKENS - 1,)))
+    lookahead, logits = Lookahead(known, attributes()[name], 5), torch.randn(1, TOKENS)
+    found = []
+    for neutral in (False, True):
+        steering = Matching(known)
+        steering.step([Request((Goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
+        found.append(steering.reweight(logits).softmax(-1))
+    plain, kept = found
+    torch.testing.assert_close(kept[:, -1], logits.softmax(-1)[:, -1])
+    others = [each[:, :-1] / each[:, :-1].sum() for each in (plain, kept)]
+    torch.testing.assert_close(*others)
+    assert not torch.allclose(plain[:, -1], kept[:, -1])

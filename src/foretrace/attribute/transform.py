@@ -39,13 +39,17 @@ class LogitAffine:
 
 def log_transformed(
     share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
-) -> Tensor:
-    """Give the logarithm of the transform of share * exp(log_size), in the memory of the share.
+) -> tuple[Tensor, Tensor]:
+    """Give log of the transform of share * exp(log_size): what differs, and what is common.
 
-    (..., n) shares; (n,) sizes, scales and shifts. Without underflow: log sigma(x) is taken as
-    min(x, 0) + log sigma(|x|), which on CPUs is also several times as fast as what torch has.
+    (..., n) shares, whose memory is used; (n,) sizes, scales and shifts -> (..., n) and (n,), which
+    add up to it. They are apart because the common part may be so large that the other would be
+    lost in the sum. log sigma(x) is min(x, 0) + log sigma(|x|), which on CPUs is also several times
+    as fast as what torch has.
     """
     rest = torch.addcmul(share.new_ones(()), share, -log_size.exp()).clamp_min_(0.0)  # 1 - p
-    logit = share.log_().sub_(rest.log_()).mul_(scale).add_(log_size * scale + shift)
-    tail = torch.abs(logit, out=rest).sigmoid_().log_()
-    return logit.clamp_max_(0.0).add_(tail)
+    logit = share.log_().sub_(rest.log_()).mul_(scale)
+    offset = log_size * scale + shift
+    tail = torch.add(logit, offset, out=rest).abs_().sigmoid_().log_()
+    positive, negative = offset.clamp_min(0.0), offset.clamp_max(0.0)
+    return logit.add_(positive).minimum(-negative).add_(tail), negative

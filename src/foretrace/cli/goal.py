@@ -27,7 +27,7 @@ Strengths = Annotated[
 Shifts = Annotated[list[float], typer.Option("--shift", help="Added to a goal's logit; as above.")]
 Horizon = Annotated[int, typer.Option(min=0, help="How many tokens to look ahead at most.")]
 NeutralEnd = Annotated[
-    bool, typer.Option(help="Let ending the text count as the average: no escape from the goal.")
+    bool, typer.Option(help="Let texts end as often as bare ones do: no escape from the goal.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
 Temperature = Annotated[
@@ -66,11 +66,7 @@ def load_goals(
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     count = len(expressions)
     return [
-        Goal(
-            Lookahead(hmm, parse(text).build(store), horizon, neutral_end=neutral_end),
-            strength,
-            shift,
-        )
+        Goal(Lookahead(hmm, parse(text).build(store), horizon), strength, shift, neutral_end)
         for text, strength, shift in zip(
             expressions,
             _for_each(strengths, count, "--strength"),

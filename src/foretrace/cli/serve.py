@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ EPILOG = (
 )
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 PROCESSOR = "foretrace.engines.vllm:SteeringProcessor"
+MIDDLEWARE = "foretrace.engines.admission.Admission"
 
 
 def serve(
@@ -32,19 +34,17 @@ def serve(
 ) -> None:
     """Start vLLM's OpenAI-compatible server; options that are not named here are vLLM's own."""
     from foretrace.attribute import AttributeStore
-    from foretrace.engines.settings import Settings, default_tables
+    from foretrace.engines.settings import Settings
     from foretrace.hmm import HMM
 
-    if spoken := [each for each in context.args if each.startswith(("--speculative", "--spec"))]:
-        raise InvalidInputError(
-            f"{spoken[0]}: speculative decoding drafts tokens that are not steered. Serve without."
-        )
+    _require_vllm()
+    _refuse(context.args)
     known = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
         attributes=str(attributes.resolve()),
-        tables=str((tables or default_tables()).resolve()),
+        tables=str((tables or Path(gettempdir())).resolve()),
         horizon=horizon,
         memory_mb=memory,
         disk_mb=disk,
@@ -53,16 +53,27 @@ def serve(
     typer.echo(f"HMM: {known}", err=True)
     typer.echo(f"attributes: {len(names):,} in {attributes} ({shown})", err=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--logits-processors", PROCESSOR, *context.args]
+    command += ["--logits-processors", PROCESSOR, "--middleware", MIDDLEWARE, *context.args]
     os.environ.update(settings.to_environment())
     # Counters of the process that decodes are collected from files, by the one that answers.
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        folder = Path(settings.tables) / f"metrics-{os.getpid()}"
-        folder.mkdir(parents=True)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    _require_vllm()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(prefix="foretrace-metrics-")
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def _refuse(arguments: list[str]) -> None:
+    """Refuse options of vLLM that would leave texts unsteered."""
+    for each in arguments:
+        if each.startswith("--spec"):
+            raise InvalidInputError(
+                f"{each}: speculative decoding drafts tokens that are not steered. Serve without."
+            )
+        if each.startswith("--logits-processors"):
+            raise InvalidInputError(
+                f"{each}: vLLM would take these instead of foretrace's. Start vLLM itself, with "
+                f"{PROCESSOR} among them; docs/serving.md says how."
+            )
 
 
 def _require_vllm() -> None:

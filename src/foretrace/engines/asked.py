@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
@@ -39,12 +38,13 @@ def read_asked(given: Mapping[str, Any] | None) -> Asked | None:
     `goal` is an expression, or a list of them; `strength` and `shift` are for all or for each.
     """
     own = {key: given[key] for key in KEYS if key in given} if given else {}
-    if not own:
-        return None
     if "goal" not in own:
-        close = get_close_matches("goal", [*map(str, given or {})], n=1)
-        hint = f" Did you mean goal where you say {close[0]}?" if close else ""
-        raise InvalidInputError(f"{next(iter(own))} is given without a goal.{hint}")
+        # Whoever meant to give a goal must not get a text without one.
+        if close := [key for key in given or {} if str(key).lower() in ("goal", "goals")]:
+            raise InvalidInputError(f"Did you mean goal, where you say {close[0]}?")
+        if own:
+            raise InvalidInputError(f"{next(iter(own))} is given without a goal.")
+        return None
     texts = own["goal"] if isinstance(own["goal"], list) else [own["goal"]]
     if not 1 <= len(texts) <= MOST_GOALS:
         raise InvalidInputError(f"A request has 1 to {MOST_GOALS} goals, not {len(texts)}.")

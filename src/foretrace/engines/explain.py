@@ -62,7 +62,7 @@ def explain(
         Request(tuple(own), tuple(prompt), limit)
         for own in (goals, *([Goal(goal.lookahead)] for goal in goals))
     ]
-    steering = Matching(goals[0].lookahead.hmm)
+    steering = Matching(goals[0].lookahead.hmm, absolute=True)
     choices = []
     for place, logits in enumerate(_logits(model, prompt, written)):
         steering.step(requests, [written[:place]] * len(requests))

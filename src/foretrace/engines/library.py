@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,7 +27,8 @@ from foretrace.lookahead import Goal, Lookahead
 
 logger = logging.getLogger(__name__)
 
-MOST_TERMS = 64  # every term has its own table, and its own share of a step
+VERSION = 1  # of the tables: others are not read
+MOST_TERMS = 64  # of a request: every term has its own table, and its own share of a step
 MOST_COMPARED = 2_000  # names, when one is misspelt
 FORGET = 0.8  # of the disk's budget is left when it was exceeded
 
@@ -50,14 +52,14 @@ class Library:
         self.store = AttributeStore(
             attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
         )
-        self.tables, self.memory, self.disk, self.observe = tables, memory, disk, observe
-        self._identity = f"{hmm.identity()} {horizon}"
+        self.memory, self.disk, self.observe = memory, disk, observe
+        self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
         self._building: dict[str, Lock] = {}
         self._listed: tuple[int, list[str]] = (0, [])
-        tables.mkdir(parents=True, exist_ok=True)
+        self.tables = _own_folder(tables)
 
     def admit(self, asked: Asked) -> list[str]:
         """Make sure that the tables of a request are there; give the key of each goal."""
@@ -65,21 +67,17 @@ class Library:
             raise InvalidInputError(
                 f"This server looks {self.horizon} tokens ahead at most, not {asked.horizon}."
             )
-        keys = []
-        for goal in asked.goals:
-            key = self._key(goal.expression)
+        keys = [self._key(goal.expression) for goal in asked.goals]
+        for key, goal in zip(keys, asked.goals, strict=True):
             if not self._is_there(key):
-                self._build_once(key, goal.expression)
-            keys.append(key)
+                self._build_once(key, goal.expression, MOST_TERMS // len(keys))
         return keys
 
     def goals(self, asked: Asked, keys: list[str]) -> tuple[Goal, ...]:
         """Give what an admitted request asks for; the tables are read if they are not in memory."""
         return tuple(
             Goal(
-                self._lookahead(key, goal.expression).ending(asked.neutral_end),
-                goal.strength,
-                goal.shift,
+                self._lookahead(key, goal.expression), goal.strength, goal.shift, asked.neutral_end
             )
             for key, goal in zip(keys, asked.goals, strict=True)
         )
@@ -135,6 +133,8 @@ class Library:
         try:
             found = self._read(key)
         except ForetraceError:
+            if self._key(expression) != key:
+                raise  # the attributes are others now: what was admitted cannot be built again
             found = self._build(key, expression)
         return self._keep(key, found)
 
@@ -155,28 +155,30 @@ class Library:
         shape = (self.horizon + 1, len(attribute.terms), self.hmm.num_states)
         # A copy: the file may be forgotten while it is used, and small maps are many.
         table = _io.take_tensor(tensors, "table", shape, table_file).clone()
+        if not bool(((table >= 0) & (table <= 1)).all()):
+            raise InvalidFileError(f"{table_file} is damaged. Remove it: it will be built again.")
         return Lookahead(self.hmm, attribute, self.horizon, table=table)
 
-    def _build_once(self, key: str, expression: Expression) -> None:
+    def _build_once(self, key: str, expression: Expression, most: int) -> None:
         """Build a table, unless somebody else does so just now: then wait for it."""
         with self._lock:
             turn = self._building.setdefault(key, Lock())
         with turn:
             try:
                 if not self._is_there(key):
-                    self._build(key, expression)
+                    self._build(key, expression, most)
             finally:
                 with self._lock:
                     self._building.pop(key, None)
 
-    def _build(self, key: str, expression: Expression) -> Lookahead:
+    def _build(self, key: str, expression: Expression, most: int = MOST_TERMS) -> Lookahead:
         began = perf_counter()
         attributes = {name: self._load(name) for name in expression.names}
         terms = expression.build({name: _Size(len(a.terms)) for name, a in attributes.items()})
-        if terms.count > MOST_TERMS:
+        if terms.count > most:
             raise InvalidInputError(
-                f"The goal comes to {terms.count} terms, and {MOST_TERMS} is the most. Use fewer "
-                f"attributes in one expression, or several goals."
+                f"The goal comes to {terms.count} terms, and {most} is the most here. Use fewer "
+                f"attributes in one expression."
             )
         lookahead = Lookahead(self.hmm, expression.build(attributes), self.horizon)
         attribute_file, table_file = self._files(key)
@@ -199,23 +201,39 @@ class Library:
 
     def _forget_files(self) -> None:
         """Remove the tables that were not used longest, if the folder has grown too large."""
-        found = sorted(_stats(self.tables), key=lambda each: each[1].st_mtime)
-        size = sum(stat.st_size for _, stat in found)
+        found = sorted(_files_by_age(self.tables))
+        size = sum(own for _, own, _ in found)
         if size <= self.disk:
             return
-        for path, stat in found:
+        for _, own, path in found:
             if size <= FORGET * self.disk:
                 break
             for each in (path, path.with_suffix(".attribute")):
                 with suppress(OSError):
                     each.unlink()
-            size -= stat.st_size
+            size -= own
 
 
-def _stats(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _own_folder(parent: Path) -> Path:
+    """Give a folder that nobody else can write to: what lies in it is believed."""
+    folder = parent / f"foretrace-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise InvalidInputError(
+            f"{folder} belongs to somebody else, or others can write to it. Give another folder "
+            f"for tables."
+        )
+    return folder
+
+
+def _files_by_age(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """List tables: when each was used last, and its size with that of its attribute."""
     for path in folder.glob("*.table"):
         with suppress(OSError):
-            yield path, path.stat()
+            facts = path.stat()
+            own = facts.st_size + path.with_suffix(".attribute").stat().st_size
+            yield facts.st_mtime, own, path
 
 
 class _Size:

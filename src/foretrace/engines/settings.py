@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass, field, fields
 from functools import cache
-from getpass import getuser
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Self
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 PREFIX = "FORETRACE_SERVE_"
 
 
-def default_tables() -> Path:
-    """Give a folder of the user's own: what others could write there would be believed."""
-    return Path(gettempdir()) / f"foretrace-tables-{getuser()}"
-
-
 @dataclass(frozen=True)
 class Settings:
     """Where things are, and how much of them may be kept."""
@@ -33,8 +27,8 @@ class Settings:
     """A folder, or a hub id."""
     attributes: str
     """The folder of the attributes' files; new ones are found without a restart."""
-    tables: str = field(default_factory=lambda: str(default_tables()))
-    """Where tables are put, for all processes on this machine."""
+    tables: str = field(default_factory=gettempdir)
+    """Where tables are put, in a folder of the user's own, for all processes on this machine."""
     horizon: int = 64
     memory_mb: int = 1024
     disk_mb: int = 8192

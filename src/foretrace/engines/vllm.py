@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.sample.logits_processor import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -23,6 +22,7 @@ from foretrace.engines import counters
 from foretrace.engines.asked import read_asked
 from foretrace.engines.settings import open_library
 from foretrace.errors import ForetraceError, InvalidInputError
+from foretrace.hmm import HMM
 from foretrace.lookahead import Request, Row, Steering
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADMITTED = "foretrace_tables"  # what admission writes into a request, for whoever decodes it
+ADMITTED, STOPS = "foretrace_tables", "foretrace_stops"  # what admission writes into a request
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         device = where if is_pin_memory is not None else where.device
         self.states = None if is_pin_memory is not None else where
         self.library = open_library(torch.device(device), counters.observe_library)
-        _check_tokenizer(vllm_config, self.library.hmm.config.tokenizer_fingerprint)
+        _check_model(vllm_config, self.library.hmm)
         self.longest = int(vllm_config.model_config.max_model_len)
         self.steering = Steering(self.library.hmm, counters.MeanEAP().add)
         self.slots: dict[int, _Slot] = {}
@@ -73,17 +73,18 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     @classmethod
     def validate_params(cls, params: "SamplingParams") -> None:
         """Refuse what cannot be steered toward (HTTP 400), and build the tables of what can."""
-        given = params.extra_args or {}
-        given.pop(ADMITTED, None)
+        _forget_admission(params)
         try:
-            asked = read_asked(given)
-            if asked is not None:
-                library = open_library(torch.device("cpu"), counters.observe_library)
-                given[ADMITTED] = library.admit(asked)
-                _stop_at(params, library.hmm.config.eos_token_ids)
+            asked = read_asked(params.extra_args)
+            if asked is None:
+                return
+            library = open_library(torch.device("cpu"), counters.observe_library)
+            keys = library.admit(asked)
         except ForetraceError:
             counters.REFUSED.inc()
             raise
+        stops = [] if params.ignore_eos else _stop_at(params, library.hmm.config.eos_token_ids)
+        params.extra_args = {**params.extra_args, ADMITTED: keys, STOPS: stops}
 
     def _admitted(self, params: "SamplingParams", prompt: list[int] | None) -> Request | None:
         """Give what a request wants; None if it wants nothing."""
@@ -91,9 +92,8 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         if asked is None:
             return None
         keys = (params.extra_args or {}).get(ADMITTED) or self.library.admit(asked)
-        limit = params.max_tokens or self.longest
-        counters.REQUESTS.inc()
         goals = self.library.goals(asked, keys)
+        limit = params.max_tokens or self.longest
         return Request(goals, tuple(prompt or ()), limit, asked.horizon)
 
     def _slot(
@@ -106,7 +106,11 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             logger.exception("A request cannot be steered, and is ended")
             counters.FAILED.inc()
             return _Slot(None, output)
-        return None if request is None else _Slot(request, output)
+        if request is None:
+            return None
+        if not output:  # else it comes back from preemption
+            counters.REQUESTS.inc()
+        return _Slot(request, output)
 
     # Model runner V1: the batch is told of, texts are on the host.
 
@@ -131,16 +135,9 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
                 new.append(slot)
         tokens = torch.tensor([slot.output[-1] for slot in moved], dtype=torch.long)
         self._advance(moved, tokens.to(self.library.hmm.device))
-        if new:
-            requests = [slot.request for slot in new if slot.request is not None]
-            texts = [
-                torch.tensor([*request.prompt, *slot.output], dtype=torch.long)
-                for request, slot in zip(requests, new, strict=True)
-            ]
-            prompts = torch.tensor([len(request.prompt) for request in requests])
-            lengths = torch.tensor([len(text) for text in texts])
-            padded = pad_sequence(texts, batch_first=True)
-            self._take(new, self.steering.read(requests, padded, prompts, lengths))
+        requests = [slot.request for slot in new if slot.request is not None]
+        read = self.steering.read_written(requests, [slot.output for slot in new])
+        self._take(new, read)
         return self.slots
 
     # Model runner V2: slots are told of, texts are on the device.
@@ -157,8 +154,10 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         """Bring the rows of this step up to what is written, without waiting for the device."""
         assert self.states is not None  # it is what runner V2 gave
         placed, moved, new = {}, [], []
-        lengths = context.seq_lens_upper_bound_np
-        for place, index in enumerate(context.idx_mapping_np.tolist()):
+        lengths, here = context.seq_lens_upper_bound_np, context.idx_mapping_np.tolist()
+        for index in self.slots.keys() - set(here):
+            self.slots[index].row = None  # done, or waiting: it can be read again
+        for place, index in enumerate(here):
             slot = self.slots.get(index)
             if slot is None:
                 continue
@@ -213,11 +212,24 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             logits[torch.tensor(places)[:, None], torch.tensor(self.ends)] = 0.0
 
 
-def _stop_at(params: "SamplingParams", ends: tuple[int, ...]) -> None:
-    """Let a steered text end where the HMM says so, too: after it, the HMM knows nothing."""
-    if not params.ignore_eos:
-        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *ends]))
-        params.all_stop_token_ids.update(ends)
+def _stop_at(params: "SamplingParams", ends: tuple[int, ...]) -> list[int]:
+    """Let a steered text end where the HMM says so, too; give what was added."""
+    known = params.stop_token_ids or []
+    added = [end for end in ends if end not in known]
+    params.stop_token_ids = [*known, *added]
+    params.all_stop_token_ids.update(added)
+    return added
+
+
+def _forget_admission(params: "SamplingParams") -> None:
+    """Undo what an admission before left: the same object may be sent again, with no goal."""
+    given = dict(params.extra_args or {})
+    given.pop(ADMITTED, None)
+    stops = given.pop(STOPS, None)
+    if isinstance(stops, list):
+        params.stop_token_ids = [each for each in params.stop_token_ids or [] if each not in stops]
+    if params.extra_args is not None:
+        params.extra_args = given
 
 
 def _ends(config: "VllmConfig", known: tuple[int, ...]) -> list[int]:
@@ -226,12 +238,16 @@ def _ends(config: "VllmConfig", known: tuple[int, ...]) -> list[int]:
     return list(known) or ([own] if isinstance(own, int) else list(own or [0]))
 
 
-def _check_tokenizer(config: "VllmConfig", known: str | None) -> None:
+def _check_model(config: "VllmConfig", hmm: HMM) -> None:
     """Refuse the HMM of another LM, before anybody is served."""
-    from transformers import AutoTokenizer
+    from vllm.tokenizers import cached_tokenizer_from_config
 
-    model = config.model_config
-    if model.skip_tokenizer_init:
-        return
-    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
-    require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
+    tokens = config.model_config.get_vocab_size()
+    if hmm.vocab_size > tokens:
+        raise InvalidInputError(
+            f"The HMM knows {hmm.vocab_size} tokens, but the LM {tokens}. Is it the HMM of this LM?"
+        )
+    tokenizer = cached_tokenizer_from_config(config.model_config)
+    if tokenizer is not None:
+        known = hmm.config.tokenizer_fingerprint
+        require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
-Place = tuple[str, int, bool]  # an expression, its horizon, and whether its end is neutral
+Place = tuple[str, int]  # an expression, and its horizon
 
 
 def fill(template: str, row: Row) -> str:
@@ -120,7 +120,7 @@ class Builder:
     """The column of the prompts themselves."""
     _known: dict[str, Attribute] = field(default_factory=dict)
     _lookaheads: dict[Place, Lookahead] = field(default_factory=dict)
-    _goals: dict[tuple[Steer, Place], Goal] = field(default_factory=dict)
+    _goals: dict[tuple[Steer, Place, bool], Goal] = field(default_factory=dict)
 
     def method(self, name: str, plan: MethodPlan) -> Method:
         """Build a method: what it steers by, is told, and chooses by, prompt by prompt."""
@@ -148,12 +148,11 @@ class Builder:
 
     def _goal(self, steer: Steer, horizon: int, neutral_end: bool, row: Row) -> Goal:
         own = Steer(fill(steer.of, row), steer.strength, steer.shift)
-        place = (own.of, horizon, neutral_end)
+        place = (own.of, horizon)
         if place not in self._lookaheads:
-            attribute = self.attribute(steer.of, row)
-            self._lookaheads[place] = Lookahead(
-                self.hmm, attribute, horizon, neutral_end=neutral_end
+            self._lookaheads[place] = Lookahead(self.hmm, self.attribute(steer.of, row), horizon)
+        if (own, place, neutral_end) not in self._goals:
+            self._goals[own, place, neutral_end] = Goal(
+                self._lookaheads[place], own.strength, own.shift, neutral_end
             )
-        if (own, place) not in self._goals:
-            self._goals[own, place] = Goal(self._lookaheads[place], own.strength, own.shift)
-        return self._goals[own, place]
+        return self._goals[own, place, neutral_end]

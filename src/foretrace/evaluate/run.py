@@ -169,7 +169,7 @@ def _decides(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]
 
 def _how(goal: Goal) -> tuple[float, ...]:
     ahead = goal.lookahead
-    return ahead.horizon, ahead.neutral_end, goal.strength, goal.shift
+    return ahead.horizon, goal.neutral_end, goal.strength, goal.shift
 
 
 @dataclass(frozen=True)

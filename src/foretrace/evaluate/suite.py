@@ -102,7 +102,7 @@ class MethodPlan:
     horizon: int = 64
     """0 weighs the next token alone: no lookahead."""
     neutral_end: bool = False
-    """Whether the end of a text counts as the average of what may come: no escape."""
+    """Whether texts end as often as bare ones do: no escape from the goal."""
     instruction: str | None = None
     """With {prompt}, and {column} of the prompt's row."""
     best_of: int = 1

@@ -106,7 +106,7 @@ class DenseEmission:
 
     def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
         """Give p(x) of the tokens of a block, of beliefs as columns: (h, n) -> (block, n)."""
-        return matmul(self.table[block], beliefs * self._normaliser[:, None])
+        return matmul((beliefs * self._normaliser[:, None]).T, self.table[block].T).T
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""

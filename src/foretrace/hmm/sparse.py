@@ -9,9 +9,11 @@ derived so that every state's distribution sums to 1 whatever `values` was round
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
@@ -38,6 +40,8 @@ class SparseEmission:
     leak: Tensor
     _scale: Tensor = field(init=False, repr=False)  # (h,)
     _matrix: Tensor = field(init=False, repr=False)  # (V, h), CSR in working precision
+    _bounds: NDArray[np.int32] = field(init=False, repr=False)  # the offsets, on the host
+    _widest: int = field(init=False, repr=False)  # entries of the token that has most
 
     def __post_init__(self) -> None:
         self._check()
@@ -46,7 +50,7 @@ class SparseEmission:
         totals.index_add_(0, self.states.long(), self.values.to(torch.float64))
         # 32-bit indices: twice as fast in MKL and cuSPARSE, and half the memory.
         offsets, states = self.offsets.to(torch.int32), self.states.to(torch.int32)
-        derived = {
+        derived: dict[str, Any] = {
             "offsets": offsets,
             "states": states,
             "background": self.background.to(work),
@@ -56,6 +60,8 @@ class SparseEmission:
                 offsets, states, self.values.to(work), (self.vocab_size, self.num_states)
             ),
         }
+        bounds = offsets.cpu().numpy()
+        derived |= {"_bounds": bounds, "_widest": int(np.diff(bounds).max(initial=0))}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -127,11 +133,27 @@ class SparseEmission:
     def rows(self, tokens: Tensor) -> Tensor:
         """Give p(x | z) of each token for all states: (...) ids -> (..., h)."""
         flat = tokens.flatten()
-        row, entry = self._entries_of(flat)
         rows = self.background[flat, None] * self.leak  # (n, h)
-        states = self.states[entry].long()
-        rows[row, states] += self.values[entry] * self._scale[states]
+        if flat.device.type == "cpu":
+            row, entry = self._entries_of(flat)
+            states = self.states[entry].long()
+            rows[row, states] += self.values[entry] * self._scale[states]
+        else:
+            self._add_padded(rows, flat)
         return rows.reshape(*tokens.shape, self.num_states)
+
+    def _add_padded(self, rows: Tensor, tokens: Tensor) -> None:
+        """Add the entries of (n,) tokens to (n, h) rows without waiting for the device.
+
+        All are taken to be as many as the widest token has: to count them would be to wait.
+        """
+        start, end = self.offsets[tokens, None], self.offsets[tokens + 1, None]
+        entry = start + torch.arange(self._widest, device=tokens.device)
+        inside = entry < end
+        entry = entry.clamp_max(max(0, len(self.states) - 1))
+        states = self.states[entry].long()
+        added = torch.where(inside, self.values[entry] * self._scale[states], 0.0)
+        rows.scatter_add_(1, states, added.to(rows.dtype))
 
     def predict(self, belief: Tensor) -> Tensor:
         """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
@@ -161,7 +183,7 @@ class SparseEmission:
         if block == slice(0, self.vocab_size):
             return self._matrix
         offsets = self.offsets[block.start : block.stop + 1]
-        own = slice(int(offsets[0]), int(offsets[-1]))
+        own = slice(*self._bounds[[block.start, block.stop]].tolist())
         values = self._matrix.values()[own]
         shape = (len(offsets) - 1, self.num_states)
         return _csr(offsets - offsets[0], self.states[own], values, shape)

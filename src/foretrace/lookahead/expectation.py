@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foretrace.attribute.terms import combined
 from foretrace.hmm import inference
 
 
@@ -20,7 +19,6 @@ class Kind(NamedTuple):
     terms: int
     signed: bool
     """Whether coefficients have both signs: then tables hold 1 minus a product, for its digits."""
-    neutral_end: bool
 
 
 class Future(NamedTuple):
@@ -59,25 +57,16 @@ class Weighing(NamedTuple):
 class EAP(NamedTuple):
     """An expected attribute probability: `share` times exp(`log_size`), at most 1.
 
-    What is written may be so improbable that the product is smaller than any float32.
+    What is written may be so improbable that the product is smaller than any float32. The size is
+    common to all next tokens.
     """
 
     share: Tensor  # (b, n)
     log_size: Tensor  # (n,)
 
-    def log(self) -> Tensor:
-        """Give its logarithm, in the memory of the share: (b, n), at most 0."""
-        return self.share.log_().add_(self.log_size).clamp_max_(0.0)
 
-
-def expect(
-    kind: Kind, future: Future, weighing: Weighing, block: slice, ends: Sequence[int]
-) -> EAP:
-    """Give the EAP of every token of a block: eq. (EAP).
-
-    With a neutral end, tokens of `ends` count as the average of what may come. What `future.joint`
-    held is overwritten.
-    """
+def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
+    """Give the EAP of every token of a block: eq. (EAP). The memory of `future.joint` is used."""
     least = inference.IMPOSSIBLE
     ratio = future.joint.add_(future.average, alpha=least)
     ratio.div_((future.probability + least).unsqueeze(1))
@@ -85,19 +74,15 @@ def expect(
         ratio.addcmul_(weighing.weights(block), 1 - ratio)
     else:
         ratio.mul_(weighing.weights(block))
-    if kind.neutral_end:
-        inside = [end - block.start for end in ends if block.start <= end < block.stop]
-        ratio[inside] = future.average
     coefficients, past = weighing.coefficients, weighing.past
-    if kind.signed:
-        lost = _summed(coefficients * past.exp(), ratio)
-        so_far = combined(coefficients.T, past.T).to(lost)
-        return EAP((so_far - lost).clamp_(least, 1.0), so_far.new_zeros(so_far.shape))
     if kind.terms == 1:
         size = _bounded(past[0] + coefficients[0].log())
         return EAP(ratio[:, 0].clamp_min_(least), size.to(ratio))
     size = _bounded(past.max(0).values)
     share = _summed(coefficients * (past - size).exp(), ratio)
+    if kind.signed:  # what is lost was summed: the largest product is 1, others differ from it
+        whole = coefficients.sum(0) + (coefficients * (past - size).expm1()).sum(0)
+        share = whole.to(share) - share
     return EAP(share.clamp_min_(least), size.to(share))
 
 

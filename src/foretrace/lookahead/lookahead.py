@@ -1,6 +1,5 @@
 """What the future holds: the expected weight of all that may follow, by state and tokens left."""
 
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -22,19 +21,17 @@ class Lookahead:
     expected product of their weights, eq. (backward); where coefficients have both signs, 1 minus
     that, so that small differences keep their digits. It is indexed by what remains: the HMM is
     homogeneous, and one table serves every length. A horizon of 0 weighs the next token alone.
-
-    To end a text is a way to lack nothing, and goals of great strength drive texts to it. With
-    `neutral_end`, an end of text counts as the average of what may come, so that it is no escape.
     """
 
     hmm: HMM
     attribute: Attribute
     horizon: int
-    neutral_end: bool
     terms: Terms  # those of the attribute; end of text has no weight
     coefficients: Tensor  # (K,) float64, on the HMM's device, as what follows
+    tokens: Tensor  # (M,) that have a weight, rising
     own: Tensor  # (K, V): every token's weight; where coefficients have both signs, 1 minus it
     table: Tensor  # (horizon + 1, K, h)
+    _log_weights: Tensor  # (M, K) float64
 
     def __init__(
         self,
@@ -42,7 +39,6 @@ class Lookahead:
         attribute: Attribute,
         horizon: int = 64,
         *,
-        neutral_end: bool = False,
         table: Tensor | None = None,
     ) -> None:
         """Build the table, or take one that was built before of the same parts."""
@@ -74,9 +70,10 @@ class Lookahead:
             "hmm": hmm,
             "attribute": attribute,
             "horizon": horizon,
-            "neutral_end": neutral_end,
             "terms": terms,
             "coefficients": terms.coefficients.to(hmm.device),
+            "tokens": tokens,
+            "_log_weights": log_weights.T.contiguous().to(hmm.device),
             "own": own,
             "table": table.to(hmm.device),
         }
@@ -89,20 +86,13 @@ class Lookahead:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes beside the HMM."""
-        return self.table.nbytes + self.own.nbytes
+        parts = (self.table, self.own, self.tokens, self._log_weights)
+        return sum(part.nbytes for part in parts)
 
     @property
     def kind(self) -> Kind:
         """What decides how its expectations are computed."""
-        return Kind(len(self.terms), self.terms.signed, self.neutral_end)
-
-    def ending(self, neutral: bool) -> "Lookahead":
-        """Give the same with a neutral end or without; tables are shared."""
-        if neutral == self.neutral_end:
-            return self
-        other = copy(self)
-        object.__setattr__(other, "neutral_end", neutral)
-        return other
+        return Kind(len(self.terms), self.terms.signed)
 
     def ahead(self, remaining: int) -> Tensor:
         """Give the table for so many tokens to come, at most the horizon: (K, h)."""
@@ -110,8 +100,11 @@ class Lookahead:
 
     def log_weights(self, tokens: Tensor) -> Tensor:
         """Give the log-weights of tokens, of every term: (...) ids -> (..., K) float64."""
-        own = self.own.T[tokens].double()
-        return torch.log1p(-own) if self.terms.signed else own.log()
+        if not len(self.tokens):
+            return self.coefficients.new_zeros(*tokens.shape, len(self.terms))
+        place = torch.searchsorted(self.tokens, tokens).clamp_max(len(self.tokens) - 1)
+        found = (self.tokens[place] == tokens).unsqueeze(-1)
+        return torch.where(found, self._log_weights[place], 0.0)
 
     def eap(self, prefix: Tensor, remaining: int) -> Tensor:
         """Give the EAP of every next token after a 1-D prefix; `remaining` follow it: (V,).
@@ -126,8 +119,8 @@ class Lookahead:
         coefficients = self.coefficients[:, None]
         past, only = torch.zeros_like(coefficients), torch.zeros(1, dtype=torch.long)
         weighing = Weighing(coefficients, past, [self.own], only)
-        ends = self.hmm.config.eos_token_ids
-        return expect(self.kind, future, weighing, whole, ends).log()[:, 0].exp()
+        eap = expect(self.kind, future, weighing, whole)
+        return (eap.share * eap.log_size.exp())[:, 0].clamp_max_(1.0)
 
     def predicted(self, prefix: Tensor) -> Tensor:
         """Give the distribution of the next state after a 1-D prefix, or at the start: (1, h)."""

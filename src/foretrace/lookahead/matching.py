@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.hmm import HMM
 from foretrace.lookahead.steering import Request, Row, Steering
@@ -17,8 +16,8 @@ class Matching:
     row's, or read anew.
     """
 
-    def __init__(self, hmm: HMM) -> None:
-        self.steering = Steering(hmm)
+    def __init__(self, hmm: HMM, *, absolute: bool = False) -> None:
+        self.steering = Steering(hmm, absolute=absolute)
         self.rows: list[Row | None] = []
         self._known: dict[tuple[int, tuple[int, ...]], Row] = {}
 
@@ -41,7 +40,8 @@ class Matching:
         tokens = torch.tensor([text[-1] for _, text in moved], dtype=torch.long, device=device)
         advanced = self.steering.advance(list(moved.values()), tokens)
         found = dict(zip(moved, advanced, strict=True))
-        found |= zip(new, self._read(list(new.values()), [text for _, text in new]), strict=True)
+        read = self.steering.read_written(list(new.values()), [text for _, text in new])
+        found |= zip(new, read, strict=True)
         self._known = {
             key: found.get(key) or self._known[key]
             for key in ((id(request), text) for request, text in asked)
@@ -50,17 +50,6 @@ class Matching:
             self._known.get((id(request), tuple(tokens)))
             for request, tokens in zip(requests, written, strict=True)
         ]
-
-    def _read(self, requests: list[Request], written: list[tuple[int, ...]]) -> list[Row]:
-        texts = [
-            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
-            for request, tokens in zip(requests, written, strict=True)
-        ]
-        if not texts:
-            return []
-        prompts = torch.tensor([len(request.prompt) for request in requests])
-        lengths = torch.tensor([len(text) for text in texts])
-        return self.steering.read(requests, pad_sequence(texts, batch_first=True), prompts, lengths)
 
     def reweight(self, logits: Tensor) -> Tensor:
         """Steer the rows of the last step: (n, V or more) logits -> the same."""

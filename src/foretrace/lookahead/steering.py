@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.attribute.transform import log_transformed
 from foretrace.errors import InvalidInputError
@@ -19,8 +20,8 @@ from foretrace.lookahead.goal import Goal
 from foretrace.lookahead.lookahead import Lookahead
 
 # Probabilities at once; on a CPU, what fits its caches. The vocabulary is cut into blocks.
-MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 28, 1 << 19, 1024
-READ_BACK = 512  # tokens that are read of a text when it is met: an HMM forgets those before
+MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 25, 1 << 19, 1024
+READ_BACK = 128  # tokens that are read of a text when it is met: an HMM forgets those before
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +56,30 @@ class Row:
 class Steering:
     """Rows of texts: what they may become, given what they are."""
 
-    def __init__(self, hmm: HMM, observe: Callable[[Tensor], None] | None = None) -> None:
-        """`observe` is told the EAP of texts that are steered, as they are: (n,) on the device."""
-        self.hmm, self.observe = hmm, observe
+    def __init__(
+        self,
+        hmm: HMM,
+        observe: Callable[[Tensor], None] | None = None,
+        *,
+        absolute: bool = False,
+    ) -> None:
+        """`observe` is told the EAP of texts that are steered, as they are: (n,) on the device.
+
+        What is common to all next tokens makes no difference to their probabilities, and is left
+        out: it grows with the text, until float32 could not hold the LM's logits beside it. With
+        `absolute` it is added.
+        """
+        self.hmm, self.observe, self.absolute = hmm, observe, absolute
         self._ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long, device=hmm.device)
 
     def advance(self, rows: Sequence[Row], tokens: Tensor) -> list[Row]:
-        """Take one more token of each row into account: (n,) ids."""
+        """Take one more token of each row into account: (n,) ids; of those unknown, nothing."""
         if not rows:
             return []
-        predicted = torch.stack([row.predicted for row in rows])
-        advanced = inference.step(self.hmm, predicted, tokens).predicted
+        before = torch.stack([row.predicted for row in rows])
+        known = (tokens < self.hmm.vocab_size).unsqueeze(-1)
+        stepped = inference.step(self.hmm, before, tokens.clamp_max(self.hmm.vocab_size - 1))
+        advanced = torch.where(known, stepped.predicted, before)
         weighed = _log_weights([row.request for row in rows], tokens)
         return [
             Row(row.request, row.written + 1, state, _added(row.past, own))
@@ -90,7 +104,8 @@ class Steering:
         near = tokens.gather(1, place.clamp_max(tokens.shape[1] - 1).to(tokens.device)).to(device)
         ended = torch.isin(near, self._ends) & in_prompt.to(device)
         over = ended.flip(1).cumsum(1).flip(1) > 0  # here or later a text ends
-        mask = in_text.to(device) & ~over
+        mask = in_text.to(device) & ~over & (near < self.hmm.vocab_size)
+        near = near.clamp_max(self.hmm.vocab_size - 1)
         predicted = self.hmm.initial.expand(len(requests), -1)
         for filtered in inference.scan(self.hmm, near, mask):
             predicted = filtered.predicted
@@ -100,6 +115,20 @@ class Steering:
             Row(request, *each)
             for request, *each in zip(requests, counts, predicted, past, strict=True)
         ]
+
+    def read_written(
+        self, requests: Sequence[Request], written: Sequence[Sequence[int]]
+    ) -> list[Row]:
+        """Find the states of texts that are known on the host: prompts, and what is written."""
+        texts = [
+            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
+            for request, tokens in zip(requests, written, strict=True)
+        ]
+        if not texts:
+            return []
+        prompts = torch.tensor([len(request.prompt) for request in requests])
+        lengths = torch.tensor([len(text) for text in texts])
+        return self.read(requests, pad_sequence(texts, batch_first=True), prompts, lengths)
 
     def _past(
         self, requests: Sequence[Request], tokens: Tensor, prompts: Tensor, lengths: Tensor
@@ -134,6 +163,8 @@ class Steering:
         # One product for all: the emission is read once.
         stacked = torch.cat([states, *(group.weighted for group in groups)], 1)
         places = torch.tensor([place for place, _ in steered], device=logits.device)
+        neutral = [place for place, row in steered if any(g.neutral_end for g in row.request.goals)]
+        ends = _Ends(logits, neutral, self._ends) if neutral else None
         blocks = list(self._blocks(stacked.shape[1]))
         memory = stacked.new_empty(blocks[0].stop, stacked.shape[1])
         for block in blocks:
@@ -145,6 +176,8 @@ class Steering:
                 logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
         if logits.shape[1] > self.hmm.vocab_size:
             logits[places, self.hmm.vocab_size :] = -torch.inf
+        if ends is not None:
+            ends.restore(logits)
         return logits
 
     def _blocks(self, columns: int) -> Iterator[slice]:
@@ -160,11 +193,12 @@ class Steering:
         """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n)."""
         widths = [group.weighted.shape[1] for group in groups]
         probability, *joints = torch.split(product, [rows, *widths], 1)
-        ends = self.hmm.config.eos_token_ids
         total: Tensor | None = None
         for group, joint in zip(groups, joints, strict=True):
             own = probability if group.whole else probability[:, group.places]
-            factors = group.log_factors(joint, own, block, ends)
+            factors, common = group.log_factors(joint, own, block)
+            if self.absolute:
+                factors = factors + common
             if group.whole and total is None:
                 total = factors  # one kind for all: nothing to add up
             else:
@@ -172,6 +206,27 @@ class Steering:
                 total.index_add_(1, group.index, factors)
         assert total is not None  # every row here has a goal
         return total
+
+
+class _Ends:
+    """Ends of texts whose probability steering must not change: what it was."""
+
+    def __init__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
+        self.rows = torch.tensor(rows, device=logits.device)[:, None]
+        self.tokens = tokens.to(logits.device)
+        self.own = logits[self.rows, self.tokens]
+        self.others = self._others(logits)
+
+    def _others(self, logits: Tensor) -> Tensor:
+        """Give the log-probability of all other tokens together, up to a constant: (n, 1)."""
+        rows = logits[self.rows[:, 0]]
+        rows[:, self.tokens] = -torch.inf
+        return rows.logsumexp(-1, keepdim=True)
+
+    def restore(self, logits: Tensor) -> None:
+        """Let ends stand to all others as they stood before."""
+        change = self._others(logits) - self.others
+        logits[self.rows, self.tokens] = self.own + change.nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Group:
@@ -188,14 +243,14 @@ class _Group:
         self.transform = asked.transform(self.average)
 
     def log_factors(
-        self, joint: Tensor, probability: Tensor, block: slice, ends: Sequence[int]
-    ) -> Tensor:
-        """Give log f(EAP) of every token of a block: (b, K n), (b, n) -> (b, n)."""
+        self, joint: Tensor, probability: Tensor, block: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Give log f(EAP) of every token of a block: what differs, (b, n), and is common, (n,)."""
         shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))
         future = Future(shaped, probability, self.average)
-        eap = expect(self.kind, future, self.weighing, block, ends)
+        eap = expect(self.kind, future, self.weighing, block)
         if self.transform is None:
-            return eap.log()
+            return eap.share.log_().minimum(-eap.log_size), eap.log_size
         return log_transformed(eap.share, eap.log_size, *self.transform)
 
 
