@@ -172,9 +172,10 @@ class SparseEmission:
         With `out`, several times as fast on CPUs: new memory is what costs most.
         """
         columns = beliefs.to(self._matrix.dtype)
-        if out is not None:
-            out = out[: block.stop - block.start]
-        entries = torch.mm(self._block(block), columns * self._scale[:, None], out=out)
+        if out is None:
+            out = columns.new_empty(block.stop - block.start, columns.shape[1])
+        entries = out[: block.stop - block.start]
+        entries.addmm_(self._block(block), columns * self._scale[:, None], beta=0)
         leaked = self.leak @ columns
         return entries.addcmul_(self.background[block, None], leaked).to(beliefs.dtype)
 

@@ -66,9 +66,10 @@ class EAP(NamedTuple):
 
 
 def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
-    """Give the EAP of every token of a block: eq. (EAP). The memory of `future.joint` is used."""
+    """Give the EAP of every token of a block: eq. (EAP)."""
     least = inference.IMPOSSIBLE
-    ratio = future.joint.add_(future.average, alpha=least)
+    # A copy, one number after the other: logarithms of what is scattered take ten times as long.
+    ratio = torch.add(future.joint, future.average, alpha=least).contiguous()
     ratio.div_((future.probability + least).unsqueeze(1))
     if kind.signed:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
         ratio.addcmul_(weighing.weights(block), 1 - ratio)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from foretrace.hmm import HMM
-from foretrace.lookahead.steering import Request, Row, Steering
+from foretrace.lookahead.row import Request, Row
+from foretrace.lookahead.steering import Steering
 
 
 class Matching:

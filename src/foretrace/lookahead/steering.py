@@ -5,52 +5,23 @@ on the HMM's device, and nothing here waits for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from foretrace.attribute.transform import log_transformed
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.hmm.sparse import transposed
-from foretrace.lookahead.expectation import Future, Kind, Weighing, expect, expected
-from foretrace.lookahead.goal import Goal
+from foretrace.lookahead.ends import Ends
+from foretrace.lookahead.expectation import expected
+from foretrace.lookahead.group import Group, by_kind
 from foretrace.lookahead.lookahead import Lookahead
+from foretrace.lookahead.row import Request, Row
 
 # Probabilities at once; on a CPU, what fits its caches. The vocabulary is cut into blocks.
 MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 25, 1 << 19, 1024
 READ_BACK = 128  # tokens that are read of a text when it is met: an HMM forgets those before
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What is asked for a row; the same object at every step."""
-
-    goals: tuple[Goal, ...]
-    """Their factors multiply; a row without goals is left as it is."""
-    prompt: tuple[int, ...]
-    limit: int
-    """Tokens to write at most: what remains of them is looked ahead at, up to the horizon."""
-    horizon: int | None = None
-    """Look no further ahead than this."""
-
-    def remaining(self, written: int) -> int:
-        """How many tokens may follow the next one, as far as is looked."""
-        left = max(0, self.limit - written - 1)
-        return left if self.horizon is None else min(left, self.horizon)
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """A text and its state."""
-
-    request: Request
-    written: int
-    """How many tokens."""
-    predicted: Tensor  # (h,): p(z of the next token | prompt and written)
-    past: tuple[Tensor, ...]  # of each goal: (K,) sums of log-weights, float64
 
 
 class Steering:
@@ -156,7 +127,7 @@ class Steering:
         if not steered:
             return logits
         states = torch.stack([row.predicted for _, row in steered], 1)  # (h, n)
-        groups = [_Group(asked, states) for asked in _by_kind([row for _, row in steered])]
+        groups = [Group(asked, states) for asked in by_kind([row for _, row in steered])]
         if self.observe is not None:
             for group in groups:
                 self.observe(expected(group.kind, group.average, group.weighing))
@@ -164,7 +135,7 @@ class Steering:
         stacked = torch.cat([states, *(group.weighted for group in groups)], 1)
         places = torch.tensor([place for place, _ in steered], device=logits.device)
         neutral = [place for place, row in steered if any(g.neutral_end for g in row.request.goals)]
-        ends = _Ends(logits, neutral, self._ends) if neutral else None
+        ends = Ends(logits, neutral, self._ends) if neutral else None
         blocks = list(self._blocks(stacked.shape[1]))
         memory = stacked.new_empty(blocks[0].stop, stacked.shape[1])
         for block in blocks:
@@ -188,7 +159,7 @@ class Steering:
             yield slice(first, min(first + step, self.hmm.vocab_size))
 
     def _log_factors(
-        self, product: Tensor, rows: int, groups: Sequence["_Group"], block: slice
+        self, product: Tensor, rows: int, groups: Sequence[Group], block: slice
     ) -> Tensor:
         """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n)."""
         widths = [group.weighted.shape[1] for group in groups]
@@ -206,103 +177,6 @@ class Steering:
                 total.index_add_(1, group.index, factors)
         assert total is not None  # every row here has a goal
         return total
-
-
-class _Ends:
-    """Ends of texts whose probability steering must not change: what it was."""
-
-    def __init__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
-        self.rows = torch.tensor(rows, device=logits.device)[:, None]
-        self.tokens = tokens.to(logits.device)
-        self.own = logits[self.rows, self.tokens]
-        self.others = self._others(logits)
-
-    def _others(self, logits: Tensor) -> Tensor:
-        """Give the log-probability of all other tokens together, up to a constant: (n, 1)."""
-        rows = logits[self.rows[:, 0]]
-        rows[:, self.tokens] = -torch.inf
-        return rows.logsumexp(-1, keepdim=True)
-
-    def restore(self, logits: Tensor) -> None:
-        """Let ends stand to all others as they stood before."""
-        change = self._others(logits) - self.others
-        logits[self.rows, self.tokens] = self.own + change.nan_to_num(0.0, 0.0, 0.0)
-
-
-class _Group:
-    """Goals of one kind, of some of the rows: what stays the same from block to block."""
-
-    def __init__(self, asked: "_Asked", states: Tensor) -> None:
-        self.kind, self.places = asked.kind, asked.places
-        self.whole = asked.places == list(range(states.shape[1]))
-        self.index = torch.tensor(asked.places, device=states.device)
-        weighted = asked.ahead() * states[:, None, asked.places]  # (h, K, n)
-        self.average = weighted.sum(0)
-        self.weighted = weighted.flatten(1)
-        self.weighing = asked.weighing()
-        self.transform = asked.transform(self.average)
-
-    def log_factors(
-        self, joint: Tensor, probability: Tensor, block: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Give log f(EAP) of every token of a block: what differs, (b, n), and is common, (n,)."""
-        shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))
-        future = Future(shaped, probability, self.average)
-        eap = expect(self.kind, future, self.weighing, block)
-        if self.transform is None:
-            return eap.share.log_().minimum(-eap.log_size), eap.log_size
-        return log_transformed(eap.share, eap.log_size, *self.transform)
-
-
-@dataclass
-class _Asked:
-    """What rows ask of lookaheads of one kind."""
-
-    kind: Kind
-    places: list[int] = field(default_factory=list)
-    goals: list[Goal] = field(default_factory=list)
-    past: list[Tensor] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-
-    def ahead(self) -> Tensor:
-        """Give every row's table for what remains to it: (h, K, n)."""
-        pairs = zip(self.goals, self.left, strict=True)
-        return torch.stack([goal.lookahead.ahead(left).T for goal, left in pairs], -1)
-
-    def weighing(self) -> Weighing:
-        """Give what the rows' attributes say of tokens."""
-        own = {id(goal.lookahead.own): goal.lookahead.own for goal in self.goals}
-        order = {name: place for place, name in enumerate(own)}
-        which = [order[id(goal.lookahead.own)] for goal in self.goals]
-        coefficients = torch.stack([goal.lookahead.coefficients for goal in self.goals], 1)
-        device = coefficients.device
-        return Weighing(
-            coefficients,
-            torch.stack(self.past, 1),
-            list(own.values()),
-            torch.tensor(which, device=device),
-        )
-
-    def transform(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Give every goal's scale and shift, (n,) each; None where nothing is transformed."""
-        if self.goals[0].transform.identity:
-            return None
-        scale, shift = torch.tensor([(goal.strength, goal.shift) for goal in self.goals]).to(like).T
-        return scale, shift
-
-
-def _by_kind(rows: Sequence[Row]) -> list[_Asked]:
-    """Group what rows ask; what is not transformed stays apart, to the last digit."""
-    groups: dict[tuple[Kind, bool], _Asked] = {}
-    for place, row in enumerate(rows):
-        for goal, past in zip(row.request.goals, row.past, strict=True):
-            kind = goal.lookahead.kind
-            asked = groups.setdefault((kind, goal.transform.identity), _Asked(kind))
-            asked.places.append(place)
-            asked.goals.append(goal)
-            asked.past.append(past)
-            asked.left.append(row.request.remaining(row.written))
-    return list(groups.values())
 
 
 def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tensor, ...]]:
