@@ -54,14 +54,19 @@ def main() -> None:
 
 
 def run_suite(
-    suite: str, out: Path, prompts: int | None, *more: object, hmm: Path | None = None
+    suite: str,
+    out: Path,
+    prompts: int | None,
+    *more: object,
+    hmm: Path | None = None,
+    judges: Path | None = None,
 ) -> dict[str, Any]:
-    """Run a suite on the command line, and read its results."""
+    """Run a suite on the command line, and read its results; judges are kept beside, or there."""
     hmm = hmm or Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
     data = os.environ["FORETRACE_DATA"]
     command = [sys.executable, "-m", "foretrace", "evaluate", find_smollm2(), "--hmm", hmm]
     command += ["--suite", suite, "--data", data, "--out", out, "--dtype", "bfloat16", *more]
-    command += ["--judges", out.parent / "judges"]
+    command += ["--judges", judges or out.parent / "judges"]
     if encoder := os.environ.get("FORETRACE_ENCODER"):
         command += ["--encoder", encoder]
     if prompts is not None:

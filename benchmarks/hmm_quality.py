@@ -42,8 +42,9 @@ def main() -> None:
         hmms["the example, 1,024 states"] = EXAMPLE
         points = {}
         for place, (name, hmm) in enumerate(hmms.items()):
-            more = ["--continuations", 10, "--method", BEST, "--judges", kept.parent / "judges"]
-            results = run_suite("detox-hard", kept / f"control {place}", 50, *more, hmm=hmm)
+            more, judges = ["--continuations", 10, "--method", BEST], kept.parent / "judges"
+            out = kept / f"control {place}"
+            results = run_suite("detox-hard", out, 50, *more, hmm=hmm, judges=judges)
             changed = results["methods"][BEST]["figures"]
             points[name] = _add(report, name, hmm, changed, FIGURES)
         _draw(points, ROOT / "docs" / "results" / "hmm-quality.png")

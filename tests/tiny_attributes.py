@@ -9,6 +9,7 @@ from tiny import TOKENS
 WEIGHTS = torch.tensor(
     [[0.5, 1.0, 0.25, 0.9], [1.0, 0.3, 0.75, 1.0], [0.2, 0.9, 1.0, 0.6]], dtype=torch.float64
 )
+SPELLED = (b"a", b"b", b"c", b"ab")
 
 
 def attributes() -> dict[str, Attribute]:
@@ -25,4 +26,20 @@ def attributes() -> dict[str, Attribute]:
         "not": ~a,
         "all": (a | ~b) & ~(c & mixture),
         "nothing to weigh": Attribute.from_weights(torch.ones(TOKENS)),
+        **_remembering(a, mixture),
+    }
+
+
+def _remembering(a: Attribute, mixture: Attribute) -> dict[str, Attribute]:
+    """What must occur or must not, alone and joined to weights."""
+    aba, bb = (Attribute.occurrence(text, SPELLED) for text in ("aba", "bb"))
+    return {
+        "must": aba,
+        "must not": ~bb,
+        "must and must not": aba & ~bb,
+        "either": aba | bb,
+        "weighed and must": a & aba,
+        "mixed and must not": mixture & ~bb,
+        "not weighed, and must": ~a & aba,
+        "weighed or must": a | aba,
     }

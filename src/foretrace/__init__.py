@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
     from foretrace.engines import transformers
+    from foretrace.engines.spelling import mentions
     from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
@@ -31,6 +32,7 @@ __all__ = [
     "distill",
     "fingerprint",
     "generate",
+    "mentions",
     "parse",
     "transformers",
 ]
@@ -50,6 +52,7 @@ _HOMES = {
     "Goal": "foretrace.lookahead",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
+    "mentions": "foretrace.engines.spelling",
     "transformers": "foretrace.engines",
     "fingerprint": "foretrace.vocabulary",
 }

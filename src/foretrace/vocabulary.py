@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from foretrace.errors import TokenizerMismatchError
 
@@ -18,6 +19,14 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
         digest.update(b"%d %d " % (index, len(encoded)))  # the length keeps entries apart
         digest.update(encoded)
     return f"sha256:{digest.hexdigest()}"
+
+
+def described(vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """Say what an attribute has to know of a tokenizer: how many ids there are, and whose."""
+    return {
+        "vocab_size": max(vocabulary.values()) + 1,
+        "tokenizer_fingerprint": fingerprint(vocabulary),
+    }
 
 
 def require_same_fingerprint(name: str, found: str | None, expected: str | None) -> None:

@@ -19,7 +19,8 @@ def some(name: str = "a", fingerprint: str | None = "sha256:a") -> Attribute:
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    for attribute in (some(), ~some(), some() | ~some("b")):
+    occurs = Attribute.occurrence("ab", [b"a", b"b", b"c", b"ab"], tokenizer_fingerprint="sha256:a")
+    for attribute in (some(), ~some(), some() | ~some("b"), some() & occurs, ~occurs):
         attribute.save(tmp_path / "file")
         loaded = Attribute.load(tmp_path / "file")
         assert loaded.config == attribute.config
@@ -67,7 +68,14 @@ def damaged(path: Path, kind: str) -> None:
     elif kind == "other shape":
         tensors["log_weights"] = torch.zeros(2, 2)
     elif kind == "newer":
+        header["format_version"] = 3
+    elif kind in ("memory is missing", "memory is of others"):
         header["format_version"] = 2
+        if kind == "memory is of others":
+            none = torch.zeros(0, dtype=torch.int32)
+            tensors |= {"automaton_tokens": none, "automaton_classes": none.clone()}
+            tensors |= {"automaton_moves": torch.full((2, 1), 2, dtype=torch.int32)}
+            tensors |= {"finals": torch.ones(1, 2, dtype=torch.float64)}
     text = "[]" if kind == "header of a list" else json.dumps(header)
     save_file(tensors, path, {"other" if kind == "no header" else "foretrace_attribute": text})
 
@@ -83,6 +91,8 @@ def damaged(path: Path, kind: str) -> None:
         "other shape",
         "no dimension",
         "newer",
+        "memory is missing",
+        "memory is of others",
         "no header",
         "header of a list",
     ],

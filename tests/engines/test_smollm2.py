@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace.attribute import Attribute
+from foretrace.engines.spelling import mentions
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead, Matching, Request
@@ -105,3 +106,19 @@ def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: T
     steering = Matching(hmm)
     steering.step([Request((goal,), tuple(ids), 20) for ids in prompts], [[] for _ in prompts])
     return steering.reweight(logits).double().softmax(-1)
+
+
+def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm: HMM) -> None:
+    """100 prompts: the one text is always there, within the length, and the others never."""
+    must, must_not = "refund", [" the", "The"]
+    goal = Goal(Lookahead(hmm, mentions(must, tokenizer) & ~mentions(must_not, tokenizer)))
+    beginnings = (Path(__file__).parent / "beginnings.txt").read_text().splitlines()
+    prompts = [beginnings[place % len(beginnings)] for place in range(100)]
+    torch.manual_seed(0)
+    for start in range(0, len(prompts), 25):
+        encoded = encode_prompts(tokenizer, prompts[start : start + 25])
+        found = generate_tokens(lm, tokenizer, encoded, goal=[goal], max_new_tokens=NEW, top_p=0.9)
+        for written in found:
+            text = tokenizer.decode(written, skip_special_tokens=True)
+            assert must in text
+            assert not any(each in text for each in must_not)

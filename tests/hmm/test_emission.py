@@ -39,11 +39,13 @@ def test_predict_is_a_product_with_the_table(operator: Emission, batch: tuple[in
 def test_blocks_are_parts_of_the_product(operator: Emission) -> None:
     beliefs = simplex(5, STATES, seed=1)
     expected = operator.predict(beliefs).T
-    memory = torch.full((VOCAB, 5), torch.nan, dtype=torch.float64)
-    for block in (slice(0, VOCAB), slice(0, 7), slice(7, 30), slice(30, VOCAB)):
-        for out in (None, memory):
-            found = operator.predict_block(beliefs.T, block, out)
+    for size in (1, 7, 23, VOCAB, 2 * VOCAB):
+        seen = 0
+        for block, found in operator.predict_blocks(beliefs.T, size):
+            assert block.start == seen
             torch.testing.assert_close(found, expected[block])
+            seen = block.stop
+        assert seen == VOCAB
 
 
 def test_padded_entries_are_the_same() -> None:

@@ -23,7 +23,7 @@ def log_likelihood_of_next(hmm: HMM, texts: Tensor) -> Tensor:
     return hmm.emission.predict(hmm.filter(texts).predicted[:, -1]).log()
 
 
-@pytest.mark.parametrize("name", ["one", "mixture", "or", "not", "all"])
+@pytest.mark.parametrize("name", attributes())
 @pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
 def test_steered_by_itself_the_hmm_writes_from_the_posterior(form: str, name: str) -> None:
     """p'(x) is p(x) p(s | x) / p(s), exactly: multiplied up over all texts, and by drawing."""
@@ -68,9 +68,9 @@ def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()["all"], 7)
     terms = len(lookahead.terms)
-    assert lookahead.table.nbytes == 8 * 8 * terms * hmm.num_states
-    tokens = len(lookahead.tokens)
-    assert lookahead.nbytes == lookahead.table.nbytes + 8 * (terms * (TOKENS + tokens) + tokens)
+    assert lookahead.tables.values.nbytes == 8 * 8 * terms * hmm.num_states
+    tokens, tables = len(lookahead.tokens), sum(table.nbytes for table in lookahead.tables)
+    assert lookahead.nbytes == tables + 8 * (terms * (TOKENS + tokens) + tokens)
     steering = Matching(hmm)
     requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):

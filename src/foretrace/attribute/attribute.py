@@ -13,6 +13,8 @@ from foretrace.attribute import storage
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.counts import Texts, flattened
 from foretrace.attribute.fit import Examples, FitConfig, fit_terms
+from foretrace.attribute.memory import Memory
+from foretrace.attribute.spelling import occurrence
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint
@@ -118,6 +120,30 @@ class Attribute:
         one = torch.ones(1, dtype=torch.float64)
         config = AttributeConfig(name, len(weights), tokenizer_fingerprint)
         return cls(Terms(one, tokens.to(torch.int32), weights[tokens].log()[None]), config)
+
+    @classmethod
+    def occurrence(
+        cls,
+        texts: str | Sequence[str],
+        spelled: Sequence[bytes],
+        *,
+        name: str | None = None,
+        tokenizer_fingerprint: str | None = None,
+    ) -> Self:
+        """Make the attribute that a text contains this one, or any of these: 1 or 0, no doubt.
+
+        `spelled` is what each token stands for: `foretrace.vocabulary.spelled(tokenizer)`. However
+        a text is cut into tokens, and within words. It must occur in what is written, not before.
+        """
+        given = [texts] if isinstance(texts, str) else list(texts)
+        automaton, occurred = occurrence(given, spelled)
+        one = Terms.one()
+        terms = replace(one, memory=Memory(automaton, occurred.double()[None]))
+        if not bool(occurred.any()):
+            terms = one.negated()  # these tokens do not spell it
+        called = name or " or ".join(map(repr, given))
+        config = AttributeConfig(called, len(spelled), tokenizer_fingerprint)
+        return cls(terms, config)
 
     @property
     def name(self) -> str:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foretrace import _io
+from foretrace.attribute.automaton import Automaton
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.memory import Memory
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, WITHOUT_MEMORY = 2, 1  # who reads 1 alone must not pass by what is remembered
 HEADER_KEY = "foretrace_attribute"
 
 
@@ -30,7 +33,16 @@ def write(path: Path, terms: Terms, config: AttributeConfig) -> None:
         "tokens": terms.tokens,
         "log_weights": terms.log_weights,
     }
-    header = {"format_version": FORMAT_VERSION, **asdict(config)}
+    version = WITHOUT_MEMORY
+    if terms.memory is not None:
+        version, automaton = FORMAT_VERSION, terms.memory.automaton
+        tensors |= {
+            "automaton_tokens": automaton.tokens,
+            "automaton_classes": automaton.classes,
+            "automaton_moves": automaton.moves,
+            "finals": terms.memory.finals,
+        }
+    header = {"format_version": version, **asdict(config)}
     _io.write_tensors(path, tensors, {HEADER_KEY: _io.to_json(path, header)})
 
 
@@ -41,7 +53,7 @@ def read(path: Path) -> Stored:
             f"There is no file {path}. Give one that `foretrace fit` or Attribute.save wrote."
         )
     tensors, metadata = _io.read_tensors(path)
-    config = _config(metadata.get(HEADER_KEY, ""), path)
+    version, config = _header(metadata.get(HEADER_KEY, ""), path)
     none = torch.zeros(0)
     shape = tensors.get("coefficients", none).numel(), tensors.get("tokens", none).numel()
     try:
@@ -50,13 +62,27 @@ def read(path: Path) -> Stored:
             _io.take_tensor(tensors, "tokens", shape[1:], path).to(torch.int32, copy=True),
             # A copy: thousands of small mappings of files would cost more than they save.
             _io.take_tensor(tensors, "log_weights", shape, path).clone(),
+            None if version == WITHOUT_MEMORY else _memory(tensors, shape[0], path),
         )
     except InvalidInputError as error:
         raise InvalidFileError(f"{path} is damaged ({error}). Fit or copy it again.") from error
     return Stored(terms, config)
 
 
-def _config(header: str, path: Path) -> AttributeConfig:
+def _memory(tensors: dict[str, Tensor], terms: int, path: Path) -> Memory:
+    none = torch.zeros(0)
+    tokens = tensors.get("automaton_tokens", none).numel()
+    moves = tuple(tensors.get("automaton_moves", none).shape)
+    parts = {"tokens": (tokens,), "classes": (tokens,), "moves": moves}
+    given = {
+        name: _io.take_tensor(tensors, f"automaton_{name}", shape, path).to(torch.int32, copy=True)
+        for name, shape in parts.items()
+    }
+    finals = _io.take_tensor(tensors, "finals", (terms, *moves[:1]), path)
+    return Memory(Automaton(**given), finals.to(torch.float64, copy=True))
+
+
+def _header(header: str, path: Path) -> tuple[int, AttributeConfig]:
     try:
         content: dict[str, Any] = json.loads(header)
         version = content.pop("format_version")
@@ -64,10 +90,10 @@ def _config(header: str, path: Path) -> AttributeConfig:
         raise InvalidFileError(
             f"{path} is not an attribute. Give a file that `foretrace fit` or Attribute.save wrote."
         ) from None
-    if version != FORMAT_VERSION:
+    if version not in (WITHOUT_MEMORY, FORMAT_VERSION):
         raise InvalidFileError(
-            f"{path} has format version {version}, but this foretrace reads {FORMAT_VERSION}. "
-            f"Upgrade foretrace, or fit the attribute again."
+            f"{path} has format version {version}, but this foretrace reads {WITHOUT_MEMORY} "
+            f"and {FORMAT_VERSION}. Upgrade foretrace, or fit the attribute again."
         )
     known = {entry.name for entry in fields(AttributeConfig)}
-    return AttributeConfig(**{key: value for key, value in content.items() if key in known})
+    return version, AttributeConfig(**{k: v for k, v in content.items() if k in known})

@@ -1,7 +1,8 @@
 """Signed sums of products of token weights: the algebra that attributes live in.
 
-p(x) = sum over k of c_k times the product over i of w_k(x_i). Only tokens with a weight below 1 in
-some term are kept, and weights as logarithms: products become sums.
+p(x) = sum over k of c_k times the product over i of w_k(x_i), times what the state is worth that an
+automaton ends in after it has read x. Only tokens with a weight below 1 in some term are kept, and
+weights as logarithms: products become sums.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foretrace.attribute.memory import Memory, together
 from foretrace.errors import InvalidInputError
 
 MOST_TERMS = 1024  # every term costs its own table and its own share of a decoding step
@@ -23,6 +25,7 @@ class Terms:
     coefficients: Tensor  # (K,) float64
     tokens: Tensor  # (M,) int32, rising
     log_weights: Tensor  # (K, M), at most 0
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.coefficients), len(self.tokens))
@@ -34,6 +37,8 @@ class Terms:
             )
         if not bool((self.log_weights <= 0).all()) or not bool(self.coefficients.isfinite().all()):
             raise InvalidInputError("Weights must be in [0, 1], and coefficients finite numbers.")
+        if self.memory is not None and len(self.memory.finals) != len(self):
+            raise InvalidInputError("Every term must say what the automaton's states are worth.")
 
     @classmethod
     def one(cls) -> Self:
@@ -49,10 +54,16 @@ class Terms:
         """Whether some coefficient is negative, so that terms may cancel."""
         return bool((self.coefficients < 0).any())
 
+    def weights(self, tokens: Tensor) -> Tensor:
+        """Give the weights of tokens, rising: (n,) ids -> (K, n) float64."""
+        every = torch.unique(torch.cat([self.tokens, tokens.to(self.tokens.dtype)]))
+        return self._over(every)[:, torch.searchsorted(every, tokens.to(every.dtype))].exp()
+
     def without(self, tokens: Sequence[int]) -> Self:
-        """Give the same without weights of these tokens: they count as 1."""
+        """Give the same without these tokens: they count as 1, and are not remembered."""
         kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
-        return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept])
+        memory = None if self.memory is None else self.memory.resting(tokens)
+        return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept], memory)
 
     def negated(self) -> Self:
         """Give 1 - p."""
@@ -64,7 +75,9 @@ class Terms:
         tokens, ours, theirs = self._aligned(other)
         product = (ours[:, None] + theirs[None]).flatten(0, 1)
         coefficients = (self.coefficients[:, None] * other.coefficients).flatten()
-        return self._merged(coefficients, tokens, product)
+        automaton, left, right = together(self.memory, other.memory, len(self), len(other))
+        memory = Memory(automaton, (left[:, None] * right).flatten(0, 1))
+        return self._merged(coefficients, tokens, product, memory)
 
     def either(self, other: Self) -> Self:
         """Give p + q - p * q."""
@@ -74,7 +87,10 @@ class Terms:
     def _plus(self, other: Self, factor: float = 1.0) -> Self:
         tokens, ours, theirs = self._aligned(other)
         coefficients = torch.cat([self.coefficients, factor * other.coefficients])
-        return self._merged(coefficients, tokens, torch.cat([ours, theirs]))
+        log_weights = torch.cat([ours, theirs])
+        automaton, *finals = together(self.memory, other.memory, len(self), len(other))
+        memory = Memory(automaton, torch.cat(finals))
+        return self._merged(coefficients, tokens, log_weights, memory)
 
     def _aligned(self, other: Self) -> tuple[Tensor, Tensor, Tensor]:
         """Spread the log-weights of both over the tokens of either, in float64.
@@ -91,20 +107,41 @@ class Terms:
         return spread
 
     @classmethod
-    def _merged(cls, coefficients: Tensor, tokens: Tensor, log_weights: Tensor) -> Self:
-        """Add up equal products; leave out what cancels, and tokens that no longer matter."""
+    def _merged(
+        cls, coefficients: Tensor, tokens: Tensor, log_weights: Tensor, memory: Memory
+    ) -> Self:
+        """Add up equal products, state by state; leave out what cancels, and what is alike.
+
+        So of constraints alone, however they are joined, there is one term in the end.
+        """
         log_weights = log_weights + 0.0  # -0.0 becomes 0.0: they are equal, but not their bytes
-        first: dict[bytes, int] = {}
-        sums = torch.zeros_like(coefficients)
+        worth: dict[bytes, tuple[int, Tensor]] = {}
         for row, weights in enumerate(log_weights):
-            sums[first.setdefault(weights.numpy().tobytes(), row)] += coefficients[row]
-        kept = sums.nonzero()[:, 0]
-        matter = (log_weights[kept] != 0).any(0)
-        return cls(sums[kept], tokens[matter], log_weights[kept][:, matter])
+            nothing = torch.zeros_like(memory.finals[row])
+            _, sums = worth.setdefault(weights.numpy().tobytes(), (row, nothing))
+            sums += coefficients[row] * memory.finals[row]
+        signed = [
+            (row, sign, part)
+            for row, sums in worth.values()
+            for sign, part in ((1.0, sums.clamp_min(0.0)), (-1.0, sums.neg().clamp_min(0.0)))
+            if bool((part > 0).any())
+        ]
+        rows, signs = [row for row, *_ in signed], [sign for _, sign, _ in signed]
+        parts = torch.stack([part for *_, part in signed]) if signed else memory.finals[:0]
+        sizes = parts.amax(1)
+        matter = (log_weights[rows] != 0).any(0)
+        return cls(
+            torch.tensor(signs, dtype=torch.float64) * sizes,
+            tokens[matter],
+            log_weights[rows][:, matter],
+            Memory(memory.automaton, parts / sizes[:, None]).reduced(),
+        )
 
     def sums(self, tokens: Tensor, texts: Tensor, count: int) -> Tensor:
         """Add up log-weights: (N,) ids, and of which of the `count` texts each is -> (count, K)."""
         sums = torch.zeros(count, len(self), dtype=torch.float64)
+        if self.memory is not None:
+            sums += self.memory.log_finals(tokens, texts, count)
         if not len(self.tokens):
             return sums
         place = torch.searchsorted(self.tokens, tokens.to(self.tokens.dtype))

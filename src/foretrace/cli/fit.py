@@ -124,16 +124,11 @@ class _Fitting:
     """Tokenizes, fits, writes and tells."""
 
     def __init__(self, tokenizer: str, window: int, config: "FitConfig") -> None:
-        from foretrace.vocabulary import fingerprint
+        from foretrace.vocabulary import described
 
         self.tokenizer = load_tokenizer(tokenizer)
         self.window = window
-        vocabulary = self.tokenizer.get_vocab()
-        self.settings: dict[str, Any] = {
-            "config": config,
-            "vocab_size": max(vocabulary.values()) + 1,
-            "tokenizer_fingerprint": fingerprint(vocabulary),
-        }
+        self.settings = {"config": config, **described(self.tokenizer.get_vocab())}
 
     def one(
         self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]

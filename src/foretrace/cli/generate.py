@@ -24,7 +24,9 @@ EPILOG = (
 def generate(
     model: goals_of.Model,
     hmm: goals_of.HMMSource,
-    goal: goals_of.Expressions,
+    goal: Annotated[list[str] | None, goals_of.GOAL] = None,
+    must_contain: goals_of.MustContain = None,
+    must_not_contain: goals_of.MustNotContain = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A text to continue.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="More of them: .jsonl, .csv, .parquet, .txt; also .xz, .gz.")
@@ -51,11 +53,16 @@ def generate(
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is of --prompts, which is not given.")
     asked = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
+    if not (goal or must_contain or must_not_contain):
+        raise typer.BadParameter("Give a --goal, or what a text --must-contain or must not.")
     if not asked:
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
     lm, tokenizer = load_lm(model, dtype, device)
     known = goals_of.load_hmm(hmm, tokenizer, lm.device)
-    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon, neutral_end)
+    asked_for = (attributes, goal or [], strength, shift, horizon, neutral_end)
+    goals = goals_of.load_goals(known, *asked_for) if goal else []
+    constraints = (must_contain or [], must_not_contain or [])
+    goals += goals_of.load_constraint(known, tokenizer, *constraints, horizon)
     options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
     writer = Writer(lm, tokenizer, goals, options)
     show = _as_json if as_json else _side_by_side if compare else _in_turn

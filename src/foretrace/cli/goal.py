@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
 HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
-Expressions = Annotated[
-    list[str],
-    typer.Option(
-        "--goal", help="Attributes joined by & | ~, as 'nontoxic & ~formal'; several multiply."
-    ),
+GOAL = typer.Option(
+    "--goal", help="Attributes joined by & | ~, as 'nontoxic & ~formal'; several multiply."
+)
+Expressions = Annotated[list[str], GOAL]
+MustContain = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="What must occur in the text; each does.")
+]
+MustNotContain = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="What must not; none of them does.")
 ]
 Attributes = Annotated[Path, typer.Option(help="The folder of the attributes' files.")]
 Strengths = Annotated[
@@ -74,6 +78,26 @@ def load_goals(
             strict=True,
         )
     ]
+
+
+def load_constraint(
+    hmm: "HMM",
+    tokenizer: "PreTrainedTokenizerBase",
+    must: list[str],
+    must_not: list[str],
+    horizon: int,
+) -> "list[Goal]":
+    """Build the goal that texts occur and others do not; none if there are no such texts."""
+    from functools import reduce
+    from operator import and_
+
+    from foretrace.engines.spelling import mentions
+    from foretrace.lookahead import Goal, Lookahead
+
+    parts = [mentions(text, tokenizer) for text in must]
+    if must_not:
+        parts.append(~mentions(must_not, tokenizer))
+    return [Goal(Lookahead(hmm, reduce(and_, parts), horizon))] if parts else []
 
 
 def _for_each(values: list[float], count: int, option: str) -> list[float]:

@@ -24,6 +24,7 @@ from foretrace.engines.asked import Asked
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead.tables import Tables
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +153,16 @@ class Library:
         attribute_file, table_file = self._files(key)
         tensors, _ = _io.read_tensors(table_file)
         attribute = Attribute.load(attribute_file)
-        shape = (self.horizon + 1, len(attribute.terms), self.hmm.num_states)
-        # A copy: the file may be forgotten while it is used, and small maps are many.
-        table = _io.take_tensor(tensors, "table", shape, table_file).clone()
-        if not bool(((table >= 0) & (table <= 1)).all()):
+        memory = attribute.terms.memory
+        states = 1 if memory is None else memory.automaton.num_states
+        shape = (self.horizon + 1, len(attribute.terms), states)
+        # Copies: the file may be forgotten while it is used, and small maps are many.
+        whole = (*shape, self.hmm.num_states)
+        values = _io.take_tensor(tensors, "values", whole, table_file).clone()
+        log_scales = _io.take_tensor(tensors, "log_scales", shape, table_file).clone()
+        if not bool(((values >= 0) & (values <= 1)).all() & (log_scales <= 0).all()):
             raise InvalidFileError(f"{table_file} is damaged. Remove it: it will be built again.")
-        return Lookahead(self.hmm, attribute, self.horizon, table=table)
+        return Lookahead(self.hmm, attribute, self.horizon, tables=Tables(values, log_scales))
 
     def _build_once(self, key: str, expression: Expression, most: int) -> None:
         """Build a table, unless somebody else does so just now: then wait for it."""
@@ -183,7 +188,7 @@ class Library:
         lookahead = Lookahead(self.hmm, expression.build(attributes), self.horizon)
         attribute_file, table_file = self._files(key)
         lookahead.attribute.save(attribute_file)
-        _io.write_tensors(table_file, {"table": lookahead.table}, {})
+        _io.write_tensors(table_file, lookahead.tables._asdict(), {})
         self.observe("build", perf_counter() - began)
         self._forget_files()
         return lookahead

@@ -50,7 +50,9 @@ class Sampler:
         from transformers import DynamicCache
 
         ids, mask = left_padded(prompts, 0)
-        processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens)
+        processor = SteeringProcessor(
+            goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
+        )
         cache = DynamicCache()
         logits = self._read(ids, mask, cache).repeat_interleave(copies, 0)
         cache.batch_repeat_interleave(copies)

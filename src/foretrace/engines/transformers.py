@@ -24,10 +24,18 @@ class SteeringProcessor(LogitsProcessor):
     object serves any number of calls with prompts of the same shape.
     """
 
-    def __init__(self, goals: Goals, *, prompt_mask: Tensor, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        goals: Goals,
+        *,
+        prompt_mask: Tensor,
+        max_new_tokens: int,
+        ends: Sequence[int] = (),
+    ) -> None:
+        """Make it for prompts; `ends` are the tokens that end a text, beside the HMM's."""
         self.prompt_mask = prompt_mask.bool().cpu()  # (prompts, T), False where padded
         self.goals = _for_each_prompt(goals, len(prompt_mask))
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.ends = max_new_tokens, tuple(ends)
         hmms = {id(goal.lookahead.hmm): goal.lookahead.hmm for own in self.goals for goal in own}
         if len(hmms) > 1:
             raise InvalidInputError(
@@ -59,7 +67,7 @@ class SteeringProcessor(LogitsProcessor):
 
     def _requests(self, prompts: Tensor) -> list[Request]:
         return [
-            Request(own, tuple(prompt[mask].tolist()), self.max_new_tokens)
+            Request(own, tuple(prompt[mask].tolist()), self.max_new_tokens, ends=self.ends)
             for own, prompt, mask in zip(self.goals, prompts, self.prompt_mask, strict=True)
         ]
 
@@ -146,7 +154,7 @@ def generate_tokens(
         ends = _listed(options.pop("eos_token_id"))
     filler = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
     ids, mask = left_padded(prompts, filler)
-    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens)
+    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens, ends=ends)
     if processor.matching is not None:
         require_same_fingerprint(
             "The HMM",

@@ -46,6 +46,10 @@ class _Slot:
     """What is written, alive; empty and not used by runner V2."""
     row: Row | None = None
 
+    def lacks(self, written: int) -> int:
+        """How many tokens the row is behind; less than 0 if there is none, or another text's."""
+        return -1 if self.row is None else written - self.row.written
+
 
 class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     """Steers the requests that ask for it, whatever their goals, in one batch of tensor work."""
@@ -128,10 +132,10 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         for slot in self.slots.values():
             if slot.request is None:
                 continue
-            written = len(slot.output)
-            if slot.row is not None and slot.row.written == written - 1:
+            lacking = slot.lacks(len(slot.output))
+            if lacking == 1:
                 moved.append(slot)
-            elif slot.row is None or slot.row.written != written:  # new, or back from preemption
+            elif lacking != 0:  # new, or back from preemption
                 new.append(slot)
         tokens = torch.tensor([slot.output[-1] for slot in moved], dtype=torch.long)
         self._advance(moved, tokens.to(self.library.hmm.device))
@@ -165,9 +169,10 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             written = int(lengths[place]) - int(self.states.prompt_len.np[index])
             if slot.request is None or written < 0:  # the prompt is not read to its end
                 continue
-            if slot.row is not None and slot.row.written == written - 1:
+            lacking = slot.lacks(written)
+            if lacking == 1:
                 moved.append((slot, index, int(lengths[place]) - 1))
-            elif slot.row is None or slot.row.written != written:
+            elif lacking != 0:
                 new.append((slot, index, int(lengths[place])))
         ids = self.states.all_token_ids.gpu
         if moved:

@@ -222,5 +222,5 @@ def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ah
 
 def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
-    table = lookahead.table[ahead]
+    table = lookahead.ahead(ahead)
     return 1 - table if lookahead.terms.signed else table

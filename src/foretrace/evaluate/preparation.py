@@ -14,7 +14,7 @@ from foretrace.evaluate.generations import Method
 from foretrace.evaluate.suite import Fitting, MethodPlan, Steer, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead
-from foretrace.vocabulary import fingerprint
+from foretrace.vocabulary import described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,17 +44,13 @@ def fit_attributes(
     suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> AttributeStore:
     """Fit what the suite steers by; what was fitted before, by the same plan, is kept."""
-    vocabulary = tokenizer.get_vocab()
-    store = AttributeStore(folder, tokenizer_fingerprint=fingerprint(vocabulary))
-    settings = {
-        "vocab_size": max(vocabulary.values()) + 1,
-        "tokenizer_fingerprint": store.tokenizer_fingerprint,
-    }
+    settings = described(tokenizer.get_vocab())
+    store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     for name, plan in suite.attributes.items():
         note = folder / f".{name}.plan.json"
         rows = plan.rows(data)
-        described = {**asdict(plan), "transform": list(plan.transform)}
-        known = {"plan": described, "rows": rows_identity(rows), **settings}
+        planned = {**asdict(plan), "transform": list(plan.transform)}
+        known = {"plan": planned, "rows": rows_identity(rows), **settings}
         if note.is_file() and _io.read_json(note) == known:
             continue
         note.unlink(missing_ok=True)

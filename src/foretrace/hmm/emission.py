@@ -1,8 +1,8 @@
 """What the hidden state says: an operator from states to tokens, and its dense form."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from foretrace.errors import InvalidModelError
 from foretrace.hmm.probability import (
     CHUNK_ELEMENTS,
+    blocks_of,
     converted,
     distribution_totals,
     matmul,
@@ -42,11 +43,14 @@ class Emission(Protocol):
     def predict(self, belief: Tensor) -> Tensor:
         """Give sum_z belief[z] p(x | z) for the whole vocabulary: (..., h) -> (..., V)."""
 
-    def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
-        """Give the same of the tokens of a block, of beliefs as columns: (h, n) -> (block, n).
+    def predict_blocks(self, beliefs: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Give the same token-major, of beliefs as columns, `size` tokens at a time.
 
-        The memory of `out` may be used for it.
+        (h, n) -> blocks of tokens, each with its (block, n); it is overwritten by the next one.
         """
+
+    def part(self, tokens: Tensor) -> "Part":
+        """Give what is said of some tokens alone: (M,) ids."""
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] p(x | z): (..., n) values, (n,) ids -> (..., h)."""
@@ -63,6 +67,20 @@ class Emission(Protocol):
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """Move or convert it."""
+
+
+class Part(NamedTuple):
+    """p(x | z) of some tokens: a matrix, dense or CSR, and a background of rank one."""
+
+    matrix: Tensor  # (M, h)
+    background: Tensor  # (M,)
+    leak: Tensor  # (h,)
+
+    def predict(self, beliefs: Tensor) -> Tensor:
+        """Give p(x) token-major, of beliefs as columns: (h, n) -> (M, n)."""
+        columns = beliefs.to(self.matrix.dtype)
+        entries, leaked = self.matrix @ columns, self.leak @ columns
+        return entries.addcmul_(self.background[:, None], leaked).to(beliefs.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +122,16 @@ class DenseEmission:
         """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
         return matmul(belief * self._normaliser, self.table.T)
 
-    def predict_block(self, beliefs: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
-        """Give p(x) of the tokens of a block, of beliefs as columns: (h, n) -> (block, n)."""
-        return matmul((beliefs * self._normaliser[:, None]).T, self.table[block].T).T
+    def predict_blocks(self, beliefs: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Give p(x) token-major, of beliefs as columns: (h, n) -> blocks, each (block, n)."""
+        rows = (beliefs * self._normaliser[:, None]).T
+        for block in blocks_of(self.vocab_size, size):
+            yield block, matmul(rows, self.table[block].T).T
+
+    def part(self, tokens: Tensor) -> Part:
+        """Give what is said of some tokens alone: (M,) ids."""
+        rows = self.rows(tokens)
+        return Part(rows, rows.new_zeros(len(rows)), rows.new_zeros(self.num_states))
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""

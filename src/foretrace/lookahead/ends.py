@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from foretrace.lookahead.tables import NEVER
+
 
 class Ends:
     """Ends of texts whose probability steering must not change: what it was."""
@@ -20,6 +22,8 @@ class Ends:
         return rows.logsumexp(-1, keepdim=True)
 
     def restore(self, logits: Tensor) -> None:
-        """Let ends stand to all others as they stood before."""
+        """Let ends stand to all others as they stood before; what is impossible stays so."""
         change = self._others(logits) - self.others
-        logits[self.rows, self.tokens] = self.own + change.nan_to_num(0.0, 0.0, 0.0)
+        steered = logits[self.rows, self.tokens]
+        own = self.own + change.nan_to_num(0.0, 0.0, 0.0)
+        logits[self.rows, self.tokens] = torch.where(steered <= NEVER, steered, own)

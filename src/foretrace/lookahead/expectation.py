@@ -5,6 +5,8 @@ attributes. Tensors are token-major: (b, K, n), (b, n).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,8 +34,9 @@ class Future(NamedTuple):
     """(K, n): what `joint` sums to over all tokens; it stands in for those that no state emits."""
 
 
-class Weighing(NamedTuple):
-    """What the rows' attributes say of tokens."""
+@dataclass(frozen=True, eq=False)
+class Weighing:
+    """What the rows' attributes say of tokens; the same for every block of them."""
 
     coefficients: Tensor  # (K, n) float64
     past: Tensor  # (K, n) float64: sums of log-weights of what is written
@@ -42,7 +45,30 @@ class Weighing(NamedTuple):
     which: Tensor  # (n,)
     """... and which of them is each row's."""
 
-    def weights(self, block: slice) -> Tensor:
+    @cached_property
+    def log_size(self) -> Tensor:
+        """The size of what is written, common to all next tokens: (n,) float64."""
+        only = len(self.past) == 1
+        size = self.past[0] + self.coefficients[0].log() if only else self.past.max(0).values
+        return size.clamp_min(-1e30)  # what is impossible stays finite: differences are numbers
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """The terms' weights beside that size: (K, n) float64."""
+        return self.coefficients * (self.past - self.log_size).exp()
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """What the shares sum to; counted from the largest, 1, for its digits: (n,) float64."""
+        rest = (self.coefficients * (self.past - self.log_size).expm1()).sum(0)
+        return self.coefficients.sum(0) + rest
+
+    @cached_property
+    def _choice(self) -> Tensor:
+        """Ones where a row has an attribute: (attributes, n)."""
+        return torch.nn.functional.one_hot(self.which, len(self.own)).to(self.own[0]).T
+
+    def weights(self, block: slice | Tensor) -> Tensor:
         """Give the weights of a block's tokens for every row: (b, K, n), or n = 1 for all."""
         if len(self.own) == 1:
             return self.own[0][:, block].T.unsqueeze(-1)
@@ -50,8 +76,7 @@ class Weighing(NamedTuple):
         if chosen.device.type != "cpu":
             return chosen[..., self.which].transpose(0, 1)
         # A product with zeros and ones is exact, and on CPUs ten times as fast as a choice.
-        ones = torch.nn.functional.one_hot(self.which, len(self.own)).to(chosen)
-        return (chosen @ ones.T).transpose(0, 1)
+        return (chosen @ self._choice).transpose(0, 1)
 
 
 class EAP(NamedTuple):
@@ -65,7 +90,7 @@ class EAP(NamedTuple):
     log_size: Tensor  # (n,)
 
 
-def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
+def expect(kind: Kind, future: Future, weighing: Weighing, block: slice | Tensor) -> EAP:
     """Give the EAP of every token of a block: eq. (EAP)."""
     least = inference.IMPOSSIBLE
     # A copy, one number after the other: logarithms of what is scattered take ten times as long.
@@ -75,16 +100,13 @@ def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
         ratio.addcmul_(weighing.weights(block), 1 - ratio)
     else:
         ratio.mul_(weighing.weights(block))
-    coefficients, past = weighing.coefficients, weighing.past
+    size = weighing.log_size.to(ratio)
     if kind.terms == 1:
-        size = _bounded(past[0] + coefficients[0].log())
-        return EAP(ratio[:, 0].clamp_min_(least), size.to(ratio))
-    size = _bounded(past.max(0).values)
-    share = _summed(coefficients * (past - size).exp(), ratio)
-    if kind.signed:  # what is lost was summed: the largest product is 1, others differ from it
-        whole = coefficients.sum(0) + (coefficients * (past - size).expm1()).sum(0)
-        share = whole.to(share) - share
-    return EAP(share.clamp_min_(least), size.to(share))
+        return EAP(ratio[:, 0].clamp_min_(least), size)
+    share = _summed(weighing.shares, ratio)
+    if kind.signed:  # what is lost was summed
+        share = weighing.whole.to(share) - share
+    return EAP(share.clamp_min_(least), size)
 
 
 def expected(kind: Kind, average: Tensor, weighing: Weighing) -> Tensor:
@@ -92,11 +114,6 @@ def expected(kind: Kind, average: Tensor, weighing: Weighing) -> Tensor:
     products = 1 - average.double() if kind.signed else average.double()
     shares = weighing.coefficients * weighing.past.exp()
     return (shares * products).sum(0).clamp(0.0, 1.0)
-
-
-def _bounded(log_size: Tensor) -> Tensor:
-    """Keep what is impossible finite: differences of it must be numbers."""
-    return log_size.clamp_min(-1e30)
 
 
 def _summed(shares: Tensor, ratio: Tensor) -> Tensor:

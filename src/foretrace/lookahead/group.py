@@ -20,12 +20,15 @@ class Asked:
     places: list[int] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     past: list[Tensor] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    ahead: list[Tensor] = field(default_factory=list)
 
-    def ahead(self) -> Tensor:
-        """Give every row's table for what remains to it: (h, K, n)."""
-        pairs = zip(self.goals, self.left, strict=True)
-        return torch.stack([goal.lookahead.ahead(left).T for goal, left in pairs], -1)
+    def add(self, place: int, goal: Goal, past: Tensor, left: int, state: Tensor | int) -> None:
+        """Ask for a goal of a row; next tokens lead the goal's automaton to this state."""
+        self.places.append(place)
+        self.goals.append(goal)
+        self.ahead.append(goal.lookahead.ahead(left, state))
+        scaled = goal.lookahead.reading is not None
+        self.past.append(past + goal.lookahead.log_scale(left, state) if scaled else past)
 
     def weighing(self) -> Weighing:
         """Give what the rows' attributes say of tokens."""
@@ -53,13 +56,12 @@ def by_kind(rows: Sequence[Row]) -> list[Asked]:
     """Group what rows ask; what is not transformed stays apart, to the last digit."""
     groups: dict[tuple[Kind, bool], Asked] = {}
     for place, row in enumerate(rows):
-        for goal, past in zip(row.request.goals, row.past, strict=True):
+        for goal, past, state in zip(row.request.goals, row.past, row.states, strict=True):
             kind = goal.lookahead.kind
             asked = groups.setdefault((kind, goal.transform.identity), Asked(kind))
-            asked.places.append(place)
-            asked.goals.append(goal)
-            asked.past.append(past)
-            asked.left.append(row.request.remaining(row.written))
+            reading = goal.lookahead.reading
+            target = 0 if reading is None or state is None else reading.targets[state, 0]
+            asked.add(place, goal, past, row.request.remaining(row.written), target)
     return list(groups.values())
 
 
@@ -70,14 +72,15 @@ class Group:
         self.kind, self.places = asked.kind, asked.places
         self.whole = asked.places == list(range(states.shape[1]))
         self.index = torch.tensor(asked.places, device=states.device)
-        weighted = asked.ahead() * states[:, None, asked.places]  # (h, K, n)
+        ahead = torch.stack([each.T for each in asked.ahead], -1)
+        weighted = ahead * states[:, None, asked.places]  # (h, K, n)
         self.average = weighted.sum(0)
         self.weighted = weighted.flatten(1)
         self.weighing = asked.weighing()
         self.transform = asked.transform(self.average)
 
     def log_factors(
-        self, joint: Tensor, probability: Tensor, block: slice
+        self, joint: Tensor, probability: Tensor, block: slice | Tensor
     ) -> tuple[Tensor, Tensor]:
         """Give log f(EAP) of every token of a block: what differs, (b, n), and is common, (n,)."""
         shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))

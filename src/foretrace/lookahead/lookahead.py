@@ -10,6 +10,8 @@ from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead.expectation import Future, Kind, Weighing, expect
+from foretrace.lookahead.reading import Reading
+from foretrace.lookahead.tables import Tables, build
 from foretrace.vocabulary import require_same_fingerprint
 
 
@@ -17,10 +19,11 @@ from foretrace.vocabulary import require_same_fingerprint
 class Lookahead:
     """Backward tables of an attribute under an HMM, frozen: rows and requests share one.
 
-    `table[r, k, z]` tells of term k over r tokens to come, given the state z before them: the
-    expected product of their weights, eq. (backward); where coefficients have both signs, 1 minus
-    that, so that small differences keep their digits. It is indexed by what remains: the HMM is
-    homogeneous, and one table serves every length. A horizon of 0 weighs the next token alone.
+    `tables.values[r, k, q, z]` tells of term k over r tokens to come, given the state z before them
+    and that of the attribute's automaton, q: the expected product of their weights, times what it
+    is worth to end as they do, eq. (backward); where coefficients have both signs, 1 minus that, so
+    that small differences keep their digits. It is indexed by what remains: the HMM is homogeneous,
+    and one table serves every length. A horizon of 0 weighs the next token alone.
     """
 
     hmm: HMM
@@ -30,8 +33,10 @@ class Lookahead:
     coefficients: Tensor  # (K,) float64, on the HMM's device, as what follows
     tokens: Tensor  # (M,) that have a weight, rising
     own: Tensor  # (K, V): every token's weight; where coefficients have both signs, 1 minus it
-    table: Tensor  # (horizon + 1, K, h)
+    tables: Tables
+    reading: Reading | None  # where next tokens lead the attribute's automaton, if it has one
     _log_weights: Tensor  # (M, K) float64
+    _fewest: int  # tokens that it takes at least
 
     def __init__(
         self,
@@ -39,9 +44,9 @@ class Lookahead:
         attribute: Attribute,
         horizon: int = 64,
         *,
-        table: Tensor | None = None,
+        tables: Tables | None = None,
     ) -> None:
-        """Build the table, or take one that was built before of the same parts."""
+        """Build the tables, or take those that were built before of the same parts."""
         require_same_fingerprint(
             f"The attribute '{attribute.name}'",
             attribute.config.tokenizer_fingerprint,
@@ -64,8 +69,10 @@ class Lookahead:
         lost = (-log_weights.expm1()).to(hmm.initial)  # 1 - w, to the last digit
         own = lost.new_full((len(terms), hmm.vocab_size), 0.0 if terms.signed else 1.0)
         own[:, tokens] = lost if terms.signed else log_weights.exp().to(own)
-        if table is None:
-            table = _table(hmm, tokens, lost, horizon, signed=terms.signed)
+        if tables is None:
+            expected = hmm.emission.expect(lost, tokens).clamp(0.0, 1.0)  # (K, h)
+            tables = build(hmm, terms, expected, horizon)
+        reading = None if terms.memory is None else Reading.of(terms.memory, hmm)
         parts = {
             "hmm": hmm,
             "attribute": attribute,
@@ -75,7 +82,9 @@ class Lookahead:
             "tokens": tokens,
             "_log_weights": log_weights.T.contiguous().to(hmm.device),
             "own": own,
-            "table": table.to(hmm.device),
+            "tables": Tables(*(part.to(hmm.device) for part in tables)),
+            "reading": reading,
+            "_fewest": 0 if reading is None else int(reading.fewest[0]),
         }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
@@ -86,7 +95,7 @@ class Lookahead:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes beside the HMM."""
-        parts = (self.table, self.own, self.tokens, self._log_weights)
+        parts = (*self.tables, self.own, self.tokens, self._log_weights)
         return sum(part.nbytes for part in parts)
 
     @property
@@ -94,9 +103,21 @@ class Lookahead:
         """What decides how its expectations are computed."""
         return Kind(len(self.terms), self.terms.signed)
 
-    def ahead(self, remaining: int) -> Tensor:
+    def ahead(self, remaining: int, state: Tensor | int = 0) -> Tensor:
         """Give the table for so many tokens to come, at most the horizon: (K, h)."""
-        return self.table[min(remaining, self.horizon)]
+        return self.tables.values[min(remaining, self.horizon)][:, state]
+
+    def log_scale(self, remaining: int, state: Tensor | int = 0) -> Tensor:
+        """Give the logarithm of what that table is to be multiplied by: (K,) float64."""
+        return self.tables.log_scales[min(remaining, self.horizon)][:, state]
+
+    def require_room(self, limit: int) -> None:
+        """Raise unless so many tokens can have the attribute, whatever is left to chance."""
+        if self._fewest > limit:
+            raise InvalidInputError(
+                f"'{self.attribute.name}' takes {self._fewest} tokens at least, and the text may "
+                f"have {limit}. Let it be longer."
+            )
 
     def log_weights(self, tokens: Tensor) -> Tensor:
         """Give the log-weights of tokens, of every term: (...) ids -> (..., K) float64."""
@@ -111,15 +132,25 @@ class Lookahead:
 
         Weights of the prefix do not count: it is the prompt.
         """
-        predicted, whole = self.predicted(prefix), slice(0, self.hmm.vocab_size)
-        weighted = predicted * self.ahead(remaining)  # (K, h)
-        joint = self.hmm.emission.predict_block(weighted.T, whole).unsqueeze(-1)
-        probability = self.hmm.emission.predict_block(predicted.T, whole)
+        predicted = self.predicted(prefix)
+        if self.reading is None:
+            return self._eap(predicted, remaining, 0)
+        every = torch.arange(self.hmm.vocab_size, device=self.hmm.device)
+        after = self.reading.after(torch.zeros_like(every), every)
+        eap = predicted.new_zeros(self.hmm.vocab_size)
+        for target in torch.unique(after).tolist():
+            eap = torch.where(after == target, self._eap(predicted, remaining, target), eap)
+        return eap
+
+    def _eap(self, predicted: Tensor, remaining: int, state: int) -> Tensor:
+        """Give the EAP of next tokens as if all of them led to this state: (1, h) -> (V,)."""
+        weighted = predicted * self.ahead(remaining, state)  # (K, h)
+        product = self.hmm.emission.predict(torch.cat([predicted, weighted])).T  # (V, 1 + K)
+        joint, probability = product[:, 1:].unsqueeze(-1), product[:, :1]
         future = Future(joint, probability, weighted.sum(-1, keepdim=True))
-        coefficients = self.coefficients[:, None]
-        past, only = torch.zeros_like(coefficients), torch.zeros(1, dtype=torch.long)
-        weighing = Weighing(coefficients, past, [self.own], only)
-        eap = expect(self.kind, future, weighing, whole)
+        past, only = self.log_scale(remaining, state)[:, None], torch.zeros(1, dtype=torch.long)
+        weighing = Weighing(self.coefficients[:, None], past, [self.own], only)
+        eap = expect(self.kind, future, weighing, slice(0, self.hmm.vocab_size))
         return (eap.share * eap.log_size.exp())[:, 0].clamp_max_(1.0)
 
     def predicted(self, prefix: Tensor) -> Tensor:
@@ -128,18 +159,3 @@ class Lookahead:
             return self.hmm.initial[None]
         *_, last = inference.scan(self.hmm, prefix[None].to(self.hmm.device))
         return last.predicted
-
-
-def _table(hmm: HMM, tokens: Tensor, losses: Tensor, horizon: int, *, signed: bool) -> Tensor:
-    """Walk backward: (horizon + 1, K, h). Its cost grows with the tokens that have a weight.
-
-    L[0] = 1; L[r] = transition @ (expected * L[r - 1]), expected[z] = 1 - lost[z], lost[z] = sum_x
-    (1 - w(x)) emission[x, z]. With D = 1 - L: D[r] = transition @ (lost + expected * D[r - 1]).
-    """
-    lost = hmm.emission.expect(losses, tokens).clamp(0.0, 1.0)  # (K, h)
-    table = lost.new_empty(horizon + 1, *lost.shape)
-    table[0] = 0.0 if signed else 1.0
-    for left in range(1, horizon + 1):
-        kept = (1 - lost) * table[left - 1]
-        table[left] = hmm.transition.expect(kept + lost if signed else kept).clamp_(0.0, 1.0)
-    return table

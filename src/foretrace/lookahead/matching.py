@@ -24,33 +24,27 @@ class Matching:
 
     def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
         """Take in what each row is now."""
-        asked = [
-            (request, tuple(tokens))
+        keys = [
+            (id(request), tuple(tokens)) if request.goals else None
             for request, tokens in zip(requests, written, strict=True)
-            if request.goals
         ]
         moved, new = {}, {}
-        for request, text in asked:
-            key = (id(request), text)
-            before = self._known.get((id(request), text[:-1])) if text else None
-            if key not in self._known and before is not None:
+        for key, request in zip(keys, requests, strict=True):
+            if key is None or key in self._known:
+                continue
+            owner, text = key
+            before = self._known.get((owner, text[:-1])) if text else None
+            if before is not None:
                 moved[key] = before
-            elif key not in self._known:
+            else:
                 new[key] = request
         device = self.steering.hmm.device
         tokens = torch.tensor([text[-1] for _, text in moved], dtype=torch.long, device=device)
         advanced = self.steering.advance(list(moved.values()), tokens)
-        found = dict(zip(moved, advanced, strict=True))
         read = self.steering.read_written(list(new.values()), [text for _, text in new])
-        found |= zip(new, read, strict=True)
-        self._known = {
-            key: found.get(key) or self._known[key]
-            for key in ((id(request), text) for request, text in asked)
-        }
-        self.rows = [
-            self._known.get((id(request), tuple(tokens)))
-            for request, tokens in zip(requests, written, strict=True)
-        ]
+        found = {**self._known, **dict(zip([*moved, *new], [*advanced, *read], strict=True))}
+        self.rows = [None if key is None else found[key] for key in keys]
+        self._known = {key: found[key] for key in keys if key is not None}
 
     def reweight(self, logits: Tensor) -> Tensor:
         """Steer the rows of the last step: (n, V or more) logits -> the same."""

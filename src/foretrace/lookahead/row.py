@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foretrace.errors import InvalidInputError
 from foretrace.lookahead.goal import Goal
 
 
@@ -19,9 +20,27 @@ class Request:
     horizon: int | None = None
     """Look no further ahead than this."""
 
+    ends: tuple[int, ...] = ()
+    """Tokens that end the text; those of the HMM always do."""
+
+    def __post_init__(self) -> None:
+        own = [end for goal in self.goals for end in goal.lookahead.hmm.config.eos_token_ids]
+        object.__setattr__(self, "ends", tuple(dict.fromkeys((*self.ends, *own))))
+        for goal in self.goals:
+            goal.lookahead.require_room(self.limit)
+        if sum(goal.lookahead.reading is not None for goal in self.goals) > 1:
+            raise InvalidInputError(
+                "Two goals say what must occur or must not. Join them by & to one: apart, they "
+                "might leave no token that suits both."
+            )
+
+    def left(self, written: int) -> int:
+        """How many tokens may follow the next one."""
+        return max(0, self.limit - written - 1)
+
     def remaining(self, written: int) -> int:
-        """How many tokens may follow the next one, as far as is looked."""
-        left = max(0, self.limit - written - 1)
+        """How many of them are looked at."""
+        left = self.left(written)
         return left if self.horizon is None else min(left, self.horizon)
 
 
@@ -34,3 +53,6 @@ class Row:
     """How many tokens."""
     predicted: Tensor  # (h,): p(z of the next token | prompt and written)
     past: tuple[Tensor, ...]  # of each goal: (K,) sums of log-weights, float64
+    states: tuple[
+        Tensor | None, ...
+    ] = ()  # of each goal: (), where its automaton is, if it has one

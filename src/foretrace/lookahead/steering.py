@@ -4,7 +4,7 @@ What it keeps is a cache: everything can be found again from the token ids. Toke
 on the HMM's device, and nothing here waits for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.hmm.sparse import transposed
+from foretrace.hmm.probability import transposed
 from foretrace.lookahead.ends import Ends
+from foretrace.lookahead.exceptions import exceptions
 from foretrace.lookahead.expectation import expected
 from foretrace.lookahead.group import Group, by_kind
 from foretrace.lookahead.lookahead import Lookahead
@@ -53,8 +54,8 @@ class Steering:
         advanced = torch.where(known, stepped.predicted, before)
         weighed = _log_weights([row.request for row in rows], tokens)
         return [
-            Row(row.request, row.written + 1, state, _added(row.past, own))
-            for row, state, own in zip(rows, advanced, weighed, strict=True)
+            Row(row.request, row.written + 1, state, _added(row.past, own), _moved(row, token))
+            for row, state, own, token in zip(rows, advanced, weighed, tokens, strict=True)
         ]
 
     def read(
@@ -80,11 +81,11 @@ class Steering:
         predicted = self.hmm.initial.expand(len(requests), -1)
         for filtered in inference.scan(self.hmm, near, mask):
             predicted = filtered.predicted
-        past = self._past(requests, tokens, prompts, lengths)
+        past, states = self._past(requests, tokens, prompts, lengths)
         counts = (lengths - prompts).tolist()
         return [
             Row(request, *each)
-            for request, *each in zip(requests, counts, predicted, past, strict=True)
+            for request, *each in zip(requests, counts, predicted, past, states, strict=True)
         ]
 
     def read_written(
@@ -103,14 +104,17 @@ class Steering:
 
     def _past(
         self, requests: Sequence[Request], tokens: Tensor, prompts: Tensor, lengths: Tensor
-    ) -> list[tuple[Tensor, ...]]:
-        """Sum the log-weights of what is written, of each row's goals."""
-        found = []
+    ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor | None, ...]]]:
+        """Sum the log-weights of what is written, and let automata read it, of each row's goals."""
+        past, states = [], []
         bounds = zip(prompts.tolist(), lengths.tolist(), strict=True)
         for request, row, (first, last) in zip(requests, tokens, bounds, strict=True):
             written = row[first:last].to(self.hmm.device)
-            found.append(tuple(g.lookahead.log_weights(written).sum(0) for g in request.goals))
-        return found
+            lookaheads = [goal.lookahead for goal in request.goals]
+            past.append(tuple(each.log_weights(written).sum(0) for each in lookaheads))
+            readings = [each.reading for each in lookaheads]
+            states.append(tuple(each and each.read(written) for each in readings))
+        return past, states
 
     def reweight_(self, logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
         """Add the logarithms of the factors to the LM's logits, in place: (n, V or more).
@@ -136,27 +140,21 @@ class Steering:
         places = torch.tensor([place for place, _ in steered], device=logits.device)
         neutral = [place for place, row in steered if any(g.neutral_end for g in row.request.goals)]
         ends = Ends(logits, neutral, self._ends) if neutral else None
-        blocks = list(self._blocks(stacked.shape[1]))
-        memory = stacked.new_empty(blocks[0].stop, stacked.shape[1])
-        for block in blocks:
-            product = self.hmm.emission.predict_block(stacked, block, memory)
+        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
+        size = max(FEWEST_TOKENS, most // stacked.shape[1])
+        for block, product in self.hmm.emission.predict_blocks(stacked, size):
             factors = transposed(self._log_factors(product, len(steered), groups, block)).to(logits)
             if len(places) == len(logits):
                 logits[:, block].add_(factors)
             else:  # several times as fast as to add where the places are
                 logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
+        for found in exceptions(steered):
+            found.correct_(logits, absolute=self.absolute)
         if logits.shape[1] > self.hmm.vocab_size:
             logits[places, self.hmm.vocab_size :] = -torch.inf
         if ends is not None:
             ends.restore(logits)
         return logits
-
-    def _blocks(self, columns: int) -> Iterator[slice]:
-        """Go through the vocabulary, as many tokens at once as memory should hold."""
-        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
-        step = max(FEWEST_TOKENS, most // columns)
-        for first in range(0, self.hmm.vocab_size, step):
-            yield slice(first, min(first + step, self.hmm.vocab_size))
 
     def _log_factors(
         self, product: Tensor, rows: int, groups: Sequence[Group], block: slice
@@ -194,6 +192,15 @@ def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tens
         tuple(found[goal.lookahead, place] for goal in request.goals)
         for place, request in enumerate(requests)
     ]
+
+
+def _moved(row: Row, token: Tensor) -> tuple[Tensor | None, ...]:
+    """Let the automata of a row's goals read its token."""
+    readings = [goal.lookahead.reading for goal in row.request.goals]
+    return tuple(
+        None if reading is None or state is None else reading.after(state, token)
+        for reading, state in zip(readings, row.states, strict=True)
+    )
 
 
 def _added(past: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

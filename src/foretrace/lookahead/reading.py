@@ -1,0 +1,56 @@
+"""An automaton beside an HMM: what steering has to know of it, on the device."""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from foretrace.attribute.memory import Memory
+from foretrace.hmm import HMM
+from foretrace.hmm.emission import Part
+
+
+class Reading(NamedTuple):
+    """Where next tokens lead. All but `tokens` are of class 0."""
+
+    tokens: Tensor  # (M,) rising
+    classes: Tensor  # (M,)
+    moves: Tensor  # (Q, C)
+    targets: Tensor  # (Q, D): states that next tokens lead to; the first is that of class 0
+    column: Tensor  # (Q, C): which of them each class leads to
+    fewest: Tensor  # (Q,): tokens that it takes at least to an end that is worth something
+    emission: Part  # of `tokens`
+
+    @classmethod
+    def of(cls, memory: Memory, hmm: HMM) -> Self:
+        """Prepare an automaton that rests at ends of texts."""
+        automaton, device = memory.automaton, hmm.device
+        moves = automaton.moves.long()
+        rows = moves.tolist()
+        found = [list(dict.fromkeys(row)) for row in rows]  # class 0 comes first
+        width = max(map(len, found))
+        column = [[own.index(to) for to in row] for own, row in zip(found, rows, strict=True)]
+        targets = [own + own[:1] * (width - len(own)) for own in found]
+        tokens = automaton.tokens.to(device, torch.long)
+        return cls(
+            tokens,
+            automaton.classes.to(device, torch.long),
+            moves.to(device),
+            torch.tensor(targets, device=device),
+            torch.tensor(column, device=device),
+            automaton.fewest((memory.finals > 0).any(0)).to(device),
+            hmm.emission.part(tokens),
+        )
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read a text from its beginning: (T,) ids -> ()."""
+        state = torch.zeros((), dtype=torch.long, device=self.moves.device)
+        for token in tokens:
+            state = self.after(state, token)
+        return state
+
+    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Move: (...) states, (...) ids -> (...)."""
+        place = torch.searchsorted(self.tokens, tokens).clamp_max(len(self.tokens) - 1)
+        classes = torch.where(self.tokens[place] == tokens, self.classes[place], 0)
+        return self.moves[states, classes]

@@ -1,0 +1,113 @@
+"""What must occur does, whatever the LM; and what differs beyond float32 keeps its order."""
+
+import pytest
+import torch
+
+from foretrace.attribute import Attribute
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM, HMMConfig
+from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from tiny import TOKENS, tiny_hmm
+from tiny_attributes import SPELLED, attributes
+
+END, OTHER_END = 2, 3
+
+
+def write(goals: tuple[Goal, ...], limit: int, seed: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """Draw from an LM that knows nothing of the goals, and would rather end the text."""
+    generator = torch.Generator().manual_seed(seed)
+    request = Request(goals, (0,), limit, ends=ends)
+    steering = Matching(goals[0].lookahead.hmm)
+    written: list[int] = []
+    for _ in range(limit):
+        steering.step([request], [written])
+        logits = torch.randn(1, TOKENS, generator=generator) * 3
+        logits[:, [END, OTHER_END]] += 5
+        steered = steering.reweight(logits).softmax(-1)
+        written = [*written, int(torch.multinomial(steered, 1, generator=generator))]
+        if written[-1] in request.ends:
+            break
+    return written
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("horizon", [0, 2, 64])
+@pytest.mark.parametrize("neutral_end", [False, True])
+def test_what_must_occur_does_and_what_must_not_does_not(
+    dtype: torch.dtype, horizon: int, neutral_end: bool
+) -> None:
+    hmm, spelled = tiny_hmm("eos").to(dtype=dtype), (b"a", b"b", b"c", b"")
+    must, must_not = (Attribute.occurrence(text, spelled) for text in ("abba", "aa"))
+    lookahead = Lookahead(hmm, must & ~must_not & attributes()["one"], horizon)
+    for transform in ((1.0, 0.0), (5.0, -3.0)):
+        for seed in range(20):
+            for limit in (4, 9):
+                goal = Goal(lookahead, *transform, neutral_end=neutral_end)
+                tokens = write((goal,), limit, seed, ends=(OTHER_END,) if seed % 2 else ())
+                text = b"".join(spelled[each] for each in tokens if each != END)
+                assert b"abba" in text
+                assert b"aa" not in text
+
+
+def test_two_goals_with_automata_are_to_be_joined() -> None:
+    """Apart, each would leave a way to its end, but perhaps not both the same one."""
+    hmm = tiny_hmm("eos")
+    goals = [Goal(Lookahead(hmm, attributes()[name], 8)) for name in ("must", "must not", "one")]
+    Request((goals[0], goals[2]), (), 9)
+    with pytest.raises(InvalidInputError, match="Join them by &"):
+        Request(tuple(goals), (), 9)
+
+
+def test_a_text_that_cannot_go_on_ends() -> None:
+    """Who lets the token end a text that it needs gets an end, and never no token at all."""
+    lookahead = Lookahead(tiny_hmm("dense"), Attribute.occurrence("cc", SPELLED), 8)
+    tokens = write((Goal(lookahead),), 2, 0, ends=(END,))
+    assert tokens == [END]
+
+
+def test_goals_without_room_are_refused() -> None:
+    lookahead = Lookahead(tiny_hmm("eos"), Attribute.occurrence("abbab", SPELLED), 8)
+    Request((Goal(lookahead),), (), 4)  # a, b, b, ab; or ab, b, ab
+    with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
+        Request((Goal(lookahead),), (), 2)
+
+
+def test_a_rare_text_is_not_lost_in_float32() -> None:
+    """Its probability is 1e-100: one step nearer to it is still told from one that is not."""
+    emission = torch.tensor([[1e-10, 1e-10], [0.5, 0.7], [0.0, 0.0], [0.5, 0.3]])
+    emission = (emission / emission.sum(0)).double()
+    uniform = torch.full((2, 2), 0.5, dtype=torch.float64)
+    wide = HMM(uniform[0], uniform, emission, HMMConfig())
+    found = []
+    for hmm in (wide, wide.to(dtype=torch.float32)):
+        lookahead = Lookahead(hmm, Attribute.occurrence("a" * 10, SPELLED), 64)
+        assert int(lookahead.tables.log_scales[10, 0, 0]) < -200
+        steering = Matching(hmm)
+        rows = [Request((Goal(lookahead),), (), 30)] * 3
+        steering.step(rows, [[0] * 5, [0] * 9, [1] * 4])
+        found.append(steering.reweight(torch.zeros(3, TOKENS)).log_softmax(-1).double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert (found[0].exp()[:2, [0, 3]].sum(1) > 0.999).all()  # a, or ab
+
+
+def test_a_batch_is_as_its_rows() -> None:
+    hmm = tiny_hmm("sparse")
+    known = attributes()
+    names = ["must", "must and must not", "one", "weighed and must", "not weighed, and must"]
+    goals = [
+        Goal(Lookahead(hmm, known[name], 8), *more) for name in names for more in ((), (3, -2))
+    ]
+    requests = [Request((goal,), (1,), 12) for goal in goals]
+    requests += [Request((goals[0], goals[4], goals[5]), (2,), 12), Request((), (1,), 12)]
+    texts = [[token % TOKENS for token in range(place % 4)] for place in range(len(requests))]
+    logits = torch.randn(len(requests), TOKENS, generator=torch.Generator().manual_seed(0)).double()
+    together = Matching(hmm)
+    together.step(requests, texts)
+    whole = together.reweight(logits).log_softmax(-1)
+    for place, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        alone = Matching(hmm)
+        for end in range(len(text) + 1):  # token by token, not all at once
+            alone.step([request], [text[:end]])
+        torch.testing.assert_close(
+            alone.reweight(logits[place : place + 1])[0].log_softmax(-1), whole[place]
+        )
