@@ -69,7 +69,8 @@ class Timed(SteeringProcessor):
         return steered
 
 
-def _goal(hmm: HMM) -> Goal:
+def random_goal(hmm: HMM) -> Goal:
+    """Make a goal of random weights on random tokens."""
     weights = torch.ones(hmm.vocab_size)
     random = torch.Generator().manual_seed(0)
     chosen = torch.randperm(hmm.vocab_size, generator=random)[:ATTRIBUTE_TOKENS]
@@ -84,7 +85,7 @@ def _compare(
     new = 12 if quick else 20
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
-    target = _goal(hmm)
+    target = random_goal(hmm)
 
     def write(processors: list[SteeringProcessor]) -> None:
         lm.generate(
@@ -110,7 +111,7 @@ def _compare(
 
 
 def _table(name: str, hmm: HMM, report: Report, *, goal: float | None) -> None:
-    (taken,) = seconds(lambda: _goal(hmm), repeats=3)
+    (taken,) = seconds(lambda: random_goal(hmm), repeats=3)
     what = f"lookahead of {ATTRIBUTE_TOKENS:,} tokens, {HORIZON} ahead"
     report.add(f"{name}: {what}", taken, "s", at_most=goal)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretrace.lookahead import Goal, Lookahead
     from foretrace.vocabulary import fingerprint
 
-__version__ = "0.1.0.dev0"
+__version__: str
 
 __all__ = [
     "HMM",
@@ -59,9 +59,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("foretrace")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module 'foretrace' has no attribute '{name}'")
-    value: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

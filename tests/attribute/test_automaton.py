@@ -77,9 +77,9 @@ def test_what_is_always_true_needs_no_memory() -> None:
 def test_how_many_tokens_it_takes() -> None:
     must = Attribute.occurrence("abab", SPELLED).terms.memory
     assert must is not None
-    fewest = must.automaton.fewest(must.finals[0] > 0)
+    fewest = must.fewest(len(SPELLED))
     assert int(fewest[0]) == 2  # ab, ab
-    never = Automaton.idle().fewest(torch.tensor([False]))
+    never = Automaton.idle().fewest(torch.tensor([False]), 4)
     assert int(never[0]) == 2**31 - 1
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from foretrace.attribute import parse
 from foretrace.errors import InvalidInputError
 
+MENTIONS = ["mentions()", 'mentions("a"', r'mentions("\x")', 'mentions("a", )']
+
 
 class Shown:
     """An operand that writes down what is done to it."""
@@ -52,9 +54,41 @@ def test_names_are_listed_once_in_order() -> None:
     assert parse("b & ~a | b").names == ("b", "a")
 
 
+def test_mentions_are_operands_of_their_own() -> None:
+    text = r'b & ~mentions("a \"b\" é", "\u00e9") | mentions ( "c" ) & mentions'
+    found = parse(text)
+    assert found.names == ("b", "mentions")
+    assert [each.texts for each in found.mentions] == [('a "b" é', "é"), ("c",)]
+    known = {name: Shown(name) for name in found.names}
+    shown = found.build(known, lambda each: Shown("+".join(each.texts))).text
+    assert shown == '((b&~a "b" é+é)|(c&mentions))'
+    assert parse(f"{found.mentions[0]} & b").mentions == found.mentions[:1]
+    with pytest.raises(InvalidInputError, match="needs a tokenizer"):
+        found.build(known)
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "a b", "a &", "& a", "a ~ b", "(a", "a)", "()", "a && b", "a + b", '"a', "1a", "~"],
+    [
+        "",
+        "  ",
+        "a b",
+        "a &",
+        "& a",
+        "a ~ b",
+        "(a",
+        "a)",
+        "()",
+        "a && b",
+        "a + b",
+        '"a',
+        "1a",
+        "~",
+        "mentions()",
+        'mentions("a"',
+        'mentions("\\x")',
+        'mentions("a", )',
+    ],
 )
 def test_what_is_malformed_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an expression"):

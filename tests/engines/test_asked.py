@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foretrace.attribute import parse
 from foretrace.engines.asked import MOST_GOALS, MOST_NAMES, Asked, read_asked
 from foretrace.errors import InvalidInputError
 
-NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x"]
+NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'mentions("a")']
 SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
 
 
@@ -30,6 +31,18 @@ def test_goals_and_numbers() -> None:
     assert read_asked({"goal": "a", "neutral_end": "False"}) == read_asked({"goal": "a"})
 
 
+def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
+    asked = read_asked({"must_contain": ["a", "b"], "must_not_contain": "c", "strength": 3})
+    assert asked is not None
+    (goal,) = asked.goals
+    assert goal.expression == parse('mentions("a") & (mentions("b") & ~mentions("c"))')
+    assert (goal.strength, goal.shift) == (3.0, 0.0)  # there is no other goal that it could be of
+    joined = read_asked({"goal": "x", "strength": 2, "must_not_contain": ["c", "d"]})
+    assert joined is not None
+    assert [goal.strength for goal in joined.goals] == [2.0, 1.0]
+    assert joined.goals[1].expression == parse('~mentions("c", "d")')
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -40,6 +53,8 @@ def test_goals_and_numbers() -> None:
         ({"goal": 5}, "must be an expression"),
         ({"goal": []}, "1 to"),
         ({"goal": ["a"] * (MOST_GOALS + 1)}, "1 to"),
+        ({"goal": ["a"] * MOST_GOALS, "must_contain": "b"}, "beside what must occur"),
+        ({"must_contain": "a", "strength": "much"}, "must be a number"),
         ({"goal": "a &"}, "ends where a name"),
         ({"goal": "a" * 2000}, "characters at most"),
         ({"goal": "&".join(["a"] * (MOST_NAMES + 1))}, "times at most"),
@@ -53,6 +68,14 @@ def test_goals_and_numbers() -> None:
         ({"goal": "a", "horizon": 2.5}, "whole number"),
         ({"goal": "a", "neutral_end": "perhaps"}, "true or false"),
         ({"goal": "a", "neutral_end": [1]}, "true or false"),
+        ({"must_contain": ""}, "must be a text"),
+        ({"must_contain": []}, "must be a text"),
+        ({"must_not_contain": ["a", 3]}, "must be a text"),
+        ({"must_contain": "a" * 300}, "bytes together"),
+        ({"must_contain": [*"abcdefghijklmnopq"]}, "16 texts"),
+        ({"must_contain": "\ud800"}, "characters"),
+        ({"goal": 'mentions("a")', "must_contain": "b"}, "Join them by &"),
+        ({"goal": 'mentions("\\ud800")'}, "characters"),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, Any], why: str) -> None:
@@ -94,6 +117,8 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
         "shift": numbers,
         "horizon": numbers,
         "neutral_end": st.one_of(st.booleans(), VALUES),
+        "must_contain": VALUES,
+        "must_not_contain": VALUES,
     }
     return st.fixed_dictionaries({}, optional=optional)
 

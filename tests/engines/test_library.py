@@ -1,8 +1,10 @@
 """The library: tables built once, by whoever admits, and read by whoever decodes."""
 
 import os
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from time import perf_counter
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.engines.asked import Asked, read_asked
 from foretrace.engines.library import Library
+from foretrace.engines.spelling import Spelling
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -37,7 +40,7 @@ def _write(folder: Path, name: str, seed: int) -> Attribute:
     return attribute
 
 
-def _asked(goal: str, **more: object) -> Asked:
+def _asked(goal: str | list[str], **more: object) -> Asked:
     asked = read_asked({"goal": goal, **more})
     assert asked is not None
     return asked
@@ -165,3 +168,80 @@ def test_a_damaged_table_is_built_again(hmm: HMM, folder: Path) -> None:
     (key,) = library.admit(_asked("formal"))
     library._files(key)[1].write_bytes(b"?")
     assert library.goals(_asked("formal"), [key])
+
+
+LETTERS = Spelling([b"", *(bytes([97 + place % 26]) for place in range(WORDS - 1))])
+
+
+def test_what_must_occur_is_built_and_read_again(hmm: HMM, folder: Path) -> None:
+    asked = _asked('nontoxic & mentions("abc") & ~mentions("z", "y")')
+    tables = folder.parent / "tables"
+    admitting, decoding = (
+        Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS) for _ in range(2)
+    )
+    keys = admitting.admit(asked)
+    (goal,) = decoding.goals(asked, keys)
+    assert goal.lookahead.attribute.terms.states == 5  # what is forbidden is never left
+    text = [[1, 2, 3], [1, 2, 3, 25], [3, 2, 1]]
+    assert [each > 0 for each in goal.lookahead.attribute.probability(text)] == [True, False, False]
+    admitting.require_room(keys, 3)
+    with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
+        admitting.require_room(keys, 2)
+
+
+def test_texts_that_are_too_much_are_refused(hmm: HMM, folder: Path) -> None:
+    asked = _asked("nontoxic", must_contain=["abcdefgh", "ijklmnop", "qrstuvwx"])
+    with pytest.raises(InvalidInputError, match="does not know its tokenizer"):
+        _library(hmm, folder).admit(asked)
+    tables = folder.parent / "tables"
+    knowing = Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS)
+    with pytest.raises(InvalidInputError, match="64 states is the most"):
+        knowing.admit(asked)
+    again = perf_counter()
+    with pytest.raises(InvalidInputError, match="64 states is the most"):
+        knowing.admit(asked)
+    assert perf_counter() - again < 0.01  # it is known, and not tried again
+
+
+def test_texts_alone_are_one_term_however_many(hmm: HMM, folder: Path) -> None:
+    tables = folder.parent / "tables"
+    knowing = Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS)
+    knowing.admit(_asked(" & ".join(f'~mentions("{letter}")' for letter in "abcdefghijkl")))
+
+
+def test_saved_goals_that_remember_are_checked_as_well(hmm: HMM, folder: Path) -> None:
+    for name in ("abc", "xyz"):
+        occurs = Attribute.occurrence(name, LETTERS.tokens)
+        occurs.save(folder / f"{name}.safetensors")
+    library = _library(hmm, folder)
+    keys = library.admit(_asked("abc"))
+    with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
+        library.require_room(keys, 2)
+    both = library.admit(_asked(["abc", "xyz"]))
+    with pytest.raises(InvalidInputError, match="Join them by &"):
+        library.require_room(both, 20)
+
+
+def test_another_spelling_is_another_table(hmm: HMM, folder: Path) -> None:
+    tables, keys = folder.parent / "tables", []
+    other = Spelling([b"", *LETTERS.tokens[:0:-1]])
+    for spelling in (LETTERS, other):
+        library = Library(
+            hmm, folder, tables, horizon=HORIZON, spelled=partial(Spelling, spelling.tokens)
+        )
+        keys += library.admit(_asked('mentions("ab")'))
+    assert keys[0] != keys[1]
+
+
+def test_a_tokenizer_that_fails_is_asked_once(hmm: HMM, folder: Path) -> None:
+    asked = []
+
+    def failing() -> Spelling:
+        asked.append(1)
+        raise InvalidInputError("It spells nothing.")
+
+    library = Library(hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=failing)
+    for _ in range(3):
+        with pytest.raises(InvalidInputError, match="cannot be used: It spells nothing"):
+            library.admit(_asked('mentions("ab")'))
+    assert asked == [1]

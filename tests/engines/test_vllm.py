@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
+from foretrace.engines.asked import read_asked
 from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
 from foretrace.hmm import HMM
@@ -75,7 +76,8 @@ def test_the_second_model_runner_writes_the_same(real: tuple[str, Path], smollm2
         {"prompt": ids, "goal": goal, "max_tokens": 6}
         for ids, goal in zip(prompts, asked, strict=True)
     ]
-    settings = Settings(str(EXAMPLE), str(folder), str(folder.parent / "tables"))
+    tables, tokenizer = str(folder.parent / "tables"), str(smollm2)
+    settings = Settings(str(EXAMPLE), str(folder), tables, tokenizer=tokenizer)
     program = Path(__file__).parents[1] / "second_runner.py"
     done = subprocess.run(
         [sys.executable, program, smollm2],
@@ -101,6 +103,9 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
         {"goal": "a0 | a2", "strength": 3, "neutral_end": 1},
         {"goal": ["a1", "~a2"], "strength": [2, 0.5]},
         {"goal": "a1", "horizon": 3},
+        {"goal": 'a0 & mentions("refund") & ~mentions(" a", "of")'},
+        {"goal": "a2", "must_contain": ["no", "yes"], "must_not_contain": "and"},
+        {"must_not_contain": " the"},
         None,
     ]
     texts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
@@ -118,13 +123,13 @@ def _by_transformers(
     """Write the same with the other engine."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    hmm = HMM.from_pretrained(EXAMPLE)
+    hmm, tokenizer = HMM.from_pretrained(EXAMPLE), AutoTokenizer.from_pretrained(model)
     loaded = {name: Attribute.load(folder / f"{name}.safetensors") for name in ("a0", "a1", "a2")}
     return generate_tokens(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
+        tokenizer,
         prompts,
-        goal=[_goals(hmm, loaded, goal or {}) for goal in asked],
+        goal=[_goals(hmm, tokenizer, loaded, goal or {}) for goal in asked],
         max_new_tokens=length,
         do_sample=False,
         temperature=None,
@@ -132,21 +137,47 @@ def _by_transformers(
     )
 
 
-def _goals(hmm: HMM, loaded: dict[str, Attribute], given: dict[str, Any]) -> list[ft.Goal]:
-    texts = given.get("goal", [])
-    texts = texts if isinstance(texts, list) else [texts]
-    strengths = given.get("strength", 1)
-    strengths = strengths if isinstance(strengths, list) else [strengths] * len(texts)
-    neutral = bool(given.get("neutral_end"))
+def _goals(
+    hmm: HMM, tokenizer: Any, loaded: dict[str, Attribute], given: dict[str, Any]
+) -> list[ft.Goal]:
+    asked = read_asked(given)
     return [
         ft.Goal(
-            ft.Lookahead(hmm, ft.parse(text).build(loaded), given.get("horizon", 64)),
-            strength,
-            given.get("shift", 0),
-            neutral,
+            ft.Lookahead(
+                hmm,
+                goal.expression.build(loaded, lambda each: ft.mentions(each.texts, tokenizer)),
+                64 if asked.horizon is None else asked.horizon,
+            ),
+            goal.strength,
+            goal.shift,
+            asked.neutral_end,
         )
-        for text, strength in zip(texts, strengths, strict=True)
+        for goal in (asked.goals if asked else ())
+        if asked is not None
     ]
+
+
+def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
+    """Sampled, after 100 prompts, beside others that ask for nothing; where it fits, or refused."""
+    from openai import BadRequestError
+
+    address, _ = real
+    must = {"must_contain": "refund", "must_not_contain": [" the", "The"], "goal": "a0"}
+    texts = BEGINNINGS.read_text("utf-8").splitlines()[:100]
+    requests = []
+    for seed, text in enumerate(texts):
+        requests.append(completion(text, must, max_tokens=12) | {"temperature": 1, "seed": seed})
+        if seed % 3 == 0:
+            requests.append(completion(text, max_tokens=12))
+    for request, answer in zip(requests, ask_all(address, requests), strict=True):
+        assert not isinstance(answer, Exception), answer
+        if "extra_body" in request and "vllm_xargs" in request["extra_body"]:
+            assert "refund" in answer.choices[0].text
+            assert " the" not in answer.choices[0].text
+    short = completion("The", {"must_contain": "a most remarkable refund"}, max_tokens=2)
+    (refused,) = ask_all(address, [short])
+    assert isinstance(refused, BadRequestError)
+    assert "tokens at least" in str(refused)
 
 
 def test_plain_requests_are_untouched(real: tuple[str, Path], smollm2: Path) -> None:

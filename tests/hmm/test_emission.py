@@ -48,6 +48,16 @@ def test_blocks_are_parts_of_the_product(operator: Emission) -> None:
         assert seen == VOCAB
 
 
+def test_a_part_says_the_same_of_its_tokens(operator: Emission) -> None:
+    beliefs, tokens = simplex(5, STATES, seed=1), torch.tensor([1, 4, 5, 38])
+    expected = operator.predict(beliefs).T[tokens]
+    part = operator.part(tokens)
+    torch.testing.assert_close(part.predict(beliefs.T), expected)
+    for block in (slice(0, 4), slice(0, 1), slice(1, 3), slice(3, 4)):
+        torch.testing.assert_close(part.rows(block).predict(beliefs.T), expected[block])
+    assert part.nbytes > 0
+
+
 def test_padded_entries_are_the_same() -> None:
     """What devices do that should not be waited for."""
     operator = sparse_emission(VOCAB, STATES, share=0.2, seed=3)

@@ -111,3 +111,85 @@ def test_a_batch_is_as_its_rows() -> None:
         torch.testing.assert_close(
             alone.reweight(logits[place : place + 1])[0].log_softmax(-1), whole[place]
         )
+
+
+@pytest.mark.parametrize("name", ["not weighed, and must", "weighed or must", "must and must not"])
+def test_float32_is_as_good_as_float64(name: str) -> None:
+    """Terms of both signs too: what must occur is improbable, and must not drown in 1 minus it."""
+    wide = HMM.random(32, TOKENS, eos_token_id=2, seed=3, dtype=torch.float64)
+    attribute = attributes()[name] & Attribute.occurrence("babababab", SPELLED)
+    found = []
+    for hmm in (wide, wide.to(dtype=torch.float32)):
+        steering = Matching(hmm)
+        rows = [Request((Goal(Lookahead(hmm, attribute, 20)),), (1,), 16)] * 3
+        steering.step(rows, [[], [1, 0], [3, 1, 3, 1]])
+        found.append(steering.reweight(torch.zeros(3, TOKENS)).softmax(-1).double())
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
+
+
+def test_what_is_common_is_told_where_it_is_asked_for() -> None:
+    """The LM's logits are not lost in it, also where most tokens are forbidden."""
+    hmm = tiny_hmm("dense").to(dtype=torch.float32)
+    lookahead = Lookahead(hmm, Attribute.occurrence("abab", SPELLED), 8)
+    logits = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
+    for written, limit in (([0], 5), ([0, 1], 3), ([3], 2)):  # the last leaves no choice
+        eap, steered = (Matching(hmm, absolute=flag) for flag in (True, False))
+        for each in (eap, steered):
+            each.step([Request((Goal(lookahead),), (1,), limit)], [written])
+        whole, relative = eap.reweight(logits), steered.reweight(logits)
+        torch.testing.assert_close(whole.softmax(-1), relative.softmax(-1))
+        found = (whole - logits).exp()[0]
+        assert ((found >= 0) & (found <= 1)).all()
+        if written == [3]:
+            assert found[[0, 1, 2]].tolist() == [0.0, 0.0, 0.0]
+            assert float(found[3]) == pytest.approx(1.0)
+
+
+def test_what_must_occur_has_time_until_the_end() -> None:
+    """A request that looks 0 tokens ahead does not therefore want it at once."""
+    hmm = tiny_hmm("dense")
+    lookahead = Lookahead(hmm, attributes()["must"], 8)
+    found = []
+    for horizon in (None, 0):
+        steering = Matching(hmm)
+        steering.step([Request((Goal(lookahead),), (1,), 9, horizon)], [[1]])
+        found.append(steering.reweight(torch.zeros(1, TOKENS)))
+    assert torch.equal(*found)
+
+
+def test_a_forbidden_past_leaves_the_automaton_its_say() -> None:
+    weights = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    attribute = Attribute.from_weights(weights) & Attribute.occurrence("abab", SPELLED)
+    hmm, found = tiny_hmm("dense"), []
+    for first in (1, 2):
+        steering = Matching(hmm)
+        goal = Goal(Lookahead(hmm, attribute, 8))
+        request = Request((goal,), (1,), 9)
+        steering.step([request], [[first]])
+        row = steering.rows[0]
+        assert row is not None
+        found.append(steering.reweight(torch.zeros(1, TOKENS)).log_softmax(-1))
+    assert found[1].isfinite().all()
+    assert float(found[1][0, 3]) > float(found[1][0, 1])  # ab is nearer to abab than b
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_vocabularies_may_differ_in_size(form: str) -> None:
+    """Tokens that the HMM does not know are not read, nor those that the tokenizer does not."""
+    hmm = tiny_hmm(form)
+    more = Attribute.occurrence("aba", [*SPELLED, b"", b"aba"])
+    same = Lookahead(hmm, Attribute.occurrence("aba", SPELLED), 5)
+    start = torch.tensor([1])
+    torch.testing.assert_close(Lookahead(hmm, more, 5).eap(start, 4), same.eap(start, 4))
+    fewer = Lookahead(hmm, ~Attribute.occurrence("a", SPELLED[:3]), 5)
+    states = torch.arange(len(fewer.remembered.moves))
+    assert torch.equal(fewer.remembered.after(states, torch.full_like(states, 3)), states)
+
+
+def test_logits_of_half_precision() -> None:
+    lookahead = Lookahead(tiny_hmm("eos").to(dtype=torch.float32), attributes()["must"], 8)
+    steering = Matching(lookahead.hmm)
+    steering.step([Request((Goal(lookahead, neutral_end=True),), (1,), 9)], [[0]])
+    found = steering.reweight(torch.zeros(1, TOKENS, dtype=torch.float16))
+    assert float(found.float().softmax(-1)[0, END]) == 0.0
+    assert not found.isnan().any()

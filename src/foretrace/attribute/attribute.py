@@ -132,8 +132,9 @@ class Attribute:
     ) -> Self:
         """Make the attribute that a text contains this one, or any of these: 1 or 0, no doubt.
 
-        `spelled` is what each token stands for: `foretrace.vocabulary.spelled(tokenizer)`. However
-        a text is cut into tokens, and within words. It must occur in what is written, not before.
+        `spelled` is what each token stands for (`foretrace.engines.spelling` knows): it does not
+        matter how a text is cut into tokens. It is found within words, too; the prompt does not
+        count.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
         automaton, occurred = occurrence(given, spelled)

@@ -156,16 +156,24 @@ class Automaton:
         own = classes > 0
         return type(self)(self.tokens[own], classes[own].int(), kinds[:, order].int())
 
-    def fewest(self, wanted: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def reading_below(self, vocab_size: int) -> Self:
+        """Give the same, of a vocabulary that ends there."""
+        kept = self.tokens < vocab_size
+        return type(self)(self.tokens[kept], self.classes[kept], self.moves)
+
+    def fewest(self, wanted: Tensor, vocab_size: int) -> Tensor:
         """Count the tokens it takes at least from each state to one that is wanted: (Q,).
 
-        Only through states that are `allowed`. What cannot be reached is 2^31 - 1 away.
+        What cannot be reached is 2^31 - 1 away. Classes that have no token take nobody anywhere.
         """
         never = torch.iinfo(torch.int32).max
+        used = torch.unique(self.classes).long()
+        if len(self.tokens) < vocab_size:
+            used = torch.cat([torch.zeros(1, dtype=torch.long), used])
+        moves = self.moves[:, used].long()
         fewest = torch.where(wanted, 0, never)
-        for _ in range(self.num_states):
-            reached = fewest if allowed is None else torch.where(allowed, fewest, never)
-            step = reached[self.moves.long()].min(1).values
+        for _ in range(self.num_states if len(used) else 0):
+            step = fewest[moves].min(1).values
             shorter = torch.minimum(fewest, torch.where(step < never, step + 1, never))
             if torch.equal(shorter, fewest):
                 break

@@ -1,7 +1,8 @@
 """Goals as text: names joined by `~`, `&`, `|` and parentheses, as in Python."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -9,7 +10,11 @@ from typing import Protocol, Self, TypeVar
 
 from foretrace.errors import InvalidInputError
 
-TOKEN = re.compile(r'\s*(?:(?P<name>[^\W\d][\w.-]*)|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))')
+STRING = r'"(?:[^"\\]|\\.)*"'
+TOKEN = re.compile(
+    rf"\s*(?:mentions\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
+    r'|(?P<name>[^\W\d][\w.-]*)|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))'
+)
 LONGEST = 10_000  # characters: more than anybody writes, and soon parsed
 
 
@@ -43,24 +48,45 @@ Kind = TypeVar("Kind", bound=Operand)
 
 
 @dataclass(frozen=True)
-class Expression:
-    """A parsed expression: names and signs in postfix order."""
+class Mention:
+    """That a text contains one of these."""
 
-    steps: tuple[str | Sign, ...]
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"mentions({', '.join(map(json.dumps, self.texts))})"
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed expression: names, mentions and signs in postfix order."""
+
+    steps: tuple[str | Sign | Mention, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that occur, each once, in order."""
-        return tuple(dict.fromkeys(step for step in self.steps if not isinstance(step, Sign)))
+        operands = (step for step in self.steps if not isinstance(step, Sign))
+        return tuple(dict.fromkeys(each for each in operands if isinstance(each, str)))
 
-    def build(self, attributes: Mapping[str, Kind]) -> Kind:
-        """Combine the attributes of these names."""
+    @property
+    def mentions(self) -> tuple[Mention, ...]:
+        """What a text is to contain, or not; each once, in order."""
+        return tuple(dict.fromkeys(step for step in self.steps if isinstance(step, Mention)))
+
+    def build(
+        self, attributes: Mapping[str, Kind], mention: Callable[[Mention], Kind] | None = None
+    ) -> Kind:
+        """Combine the attributes of these names, and those that `mention` makes."""
         missing = [name for name in self.names if name not in attributes]
         if missing:
             like = get_close_matches(missing[0], attributes, n=1)
             hint = f"Did you mean {like[0]}?" if like else "Check the spelling, or fit it."
             raise InvalidInputError(f"There is no attribute called {', '.join(missing)}. {hint}")
-        known = {name: attributes[name] for name in self.names}
+        if self.mentions and mention is None:
+            raise InvalidInputError(f"{self.mentions[0]} needs a tokenizer: not to be had here.")
+        known: dict[str | Mention, Kind] = {name: attributes[name] for name in self.names}
+        known |= {each: mention(each) for each in self.mentions if mention is not None}
         stack: list[Kind] = []
         for step in self.steps:
             if step is Sign.NOT:
@@ -77,6 +103,7 @@ def parse(text: str) -> Expression:
     """Parse an expression; `~` binds closest, then `&`, then `|`.
 
     Names are words (`nontoxic`, `user-17`), or stand in double quotes (`"Twilight Sparkle"`).
+    `mentions("refund", "money back")` is that a text contains one of these, written as in JSON.
     """
     return _Parser(text).whole()
 
@@ -88,7 +115,7 @@ class _Parser:
         if len(text) > LONGEST:
             raise InvalidInputError(f"An expression may have {LONGEST:,} characters at most.")
         self.text = text
-        self.steps: list[str | Sign] = []
+        self.steps: list[str | Sign | Mention] = []
         self.waiting: list[Sign | None] = []  # None is an open parenthesis
         self.wants_operand = True
 
@@ -106,7 +133,7 @@ class _Parser:
                 self._take_sign(found["sign"])
             else:
                 self._expect(found[0].strip(), operand=True)
-                self.steps.append(found["name"] or found["quoted"])
+                self.steps.append(self._operand(found))
                 self.wants_operand = False
         if self.wants_operand:
             raise self._malformed("it ends where a name was expected")
@@ -114,6 +141,14 @@ class _Parser:
         if self.waiting:
             raise self._malformed("a parenthesis is not closed")
         return Expression(tuple(self.steps))
+
+    def _operand(self, found: re.Match[str]) -> str | Mention:
+        if found["texts"] is None:
+            return found["name"] or found["quoted"]
+        try:
+            return Mention(tuple(json.loads(f"[{found['texts']}]")))
+        except ValueError:
+            raise self._malformed(f"{found[0].strip()} is not written as in JSON") from None
 
     def _take_sign(self, sign: str) -> None:
         self._expect(sign, operand=sign in "~(")

@@ -30,6 +30,14 @@ class Memory:
         """Give the same, but that these tokens are not read."""
         return type(self)(self.automaton.resting(tokens), self.finals)
 
+    def reading_below(self, vocab_size: int) -> Self:
+        """Give the same, of a vocabulary that ends there."""
+        return type(self)(self.automaton.reading_below(vocab_size), self.finals)
+
+    def fewest(self, vocab_size: int) -> Tensor:
+        """Count the tokens it takes at least from each state to a worthy end: (Q,)."""
+        return self.automaton.fewest((self.finals > 0).any(0), vocab_size)
+
     def reduced(self) -> Self | None:
         """Give the smallest that is worth the same; None if it does not matter where it ends."""
         if not len(self.finals):

@@ -20,7 +20,7 @@ def occurrence(texts: Sequence[str], spelled: Sequence[bytes]) -> tuple[Automato
     `spelled` is what each token stands for in a text: nothing, for those that control it. Texts
     are found wherever they are, also within words, and across tokens.
     """
-    patterns = [text.encode() for text in texts]
+    patterns = [text.encode("utf-8", "surrogatepass") for text in texts]
     if not patterns or not all(patterns):
         raise InvalidInputError("Give a text, of one character or more, that is to occur or not.")
     if sum(map(len, patterns)) > MOST_BYTES:
@@ -31,14 +31,24 @@ def occurrence(texts: Sequence[str], spelled: Sequence[bytes]) -> tuple[Automato
     width = max(1, AT_ONCE // len(bytewise))
     for start in range(0, len(spelled), width):
         part = slice(start, start + width)
-        rows, own = np.unique(_through(bytewise, spelled[part]), axis=0, return_inverse=True)
+        rows, own = _distinct(_through(bytewise, spelled[part]))
         place = [known.setdefault(row.tobytes(), len(known)) for row in rows]
-        owner[part] = np.array(place)[own.reshape(-1)]
+        owner[part] = np.array(place)[own]
     distinct = np.frombuffer(b"".join(known), dtype=np.int32).reshape(len(known), -1)
     whole = Automaton.from_rows(torch.from_numpy(distinct.copy()), torch.from_numpy(owner))
     occurred = torch.arange(whole.num_states) == len(bytewise) - 1
     automaton, first = whole.merged(occurred[None])
     return automaton, occurred[first]
+
+
+def _distinct(rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Find the rows that differ, and which of them each is: by a hash, and looked at again."""
+    odd = np.random.default_rng(0).integers(1, 1 << 62, rows.shape[1]) * 2 + 1
+    _, first, own = np.unique(rows @ odd, return_index=True, return_inverse=True)
+    if not np.array_equal(rows[first][own], rows):  # two have one hash: it hardly ever happens
+        distinct, own = np.unique(rows, axis=0, return_inverse=True)
+        return distinct, own.reshape(-1)
+    return rows[first], own
 
 
 def _aho_corasick(patterns: Sequence[bytes]) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ weights as logarithms: products become sums.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -54,6 +54,11 @@ class Terms:
         """Whether some coefficient is negative, so that terms may cancel."""
         return bool((self.coefficients < 0).any())
 
+    @property
+    def states(self) -> int:
+        """How many the automaton has; 1 if there is none."""
+        return 1 if self.memory is None else self.memory.automaton.num_states
+
     def weights(self, tokens: Tensor) -> Tensor:
         """Give the weights of tokens, rising: (n,) ids -> (K, n) float64."""
         every = torch.unique(torch.cat([self.tokens, tokens.to(self.tokens.dtype)]))
@@ -64,6 +69,11 @@ class Terms:
         kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
         memory = None if self.memory is None else self.memory.resting(tokens)
         return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept], memory)
+
+    def reading_below(self, vocab_size: int) -> Self:
+        """Give the same, of a vocabulary that ends there."""
+        assert self.memory is not None
+        return replace(self, memory=self.memory.reading_below(vocab_size))
 
     def negated(self) -> Self:
         """Give 1 - p."""

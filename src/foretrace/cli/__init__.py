@@ -4,10 +4,10 @@ import sys
 
 import typer
 
-from foretrace import __version__
 from foretrace.cli import (
     attribute,
     distill,
+    doctor,
     em,
     evaluate,
     explain,
@@ -34,6 +34,7 @@ app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=fidelity.EPILOG)(fidelity.fidelity)
 app.command(epilog=serve.EPILOG, context_settings=serve.CONTEXT)(serve.serve)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
 app.add_typer(judge.app, name="judge")
@@ -41,6 +42,8 @@ app.add_typer(judge.app, name="judge")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from foretrace import __version__
+
         typer.echo(f"foretrace {__version__}")
         raise typer.Exit
 

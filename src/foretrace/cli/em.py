@@ -24,7 +24,10 @@ class ProductDtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-EPILOG = "Example: torchrun --nproc-per-node 8 -m foretrace em corpus --states 4096 --out my-hmm"
+EPILOG = (
+    "Example: foretrace em corpus --states 4096 --out my-hmm (on 8 GPUs: torchrun "
+    "--nproc-per-node 8 -m foretrace em ...)"
+)
 
 
 def em(

@@ -49,7 +49,9 @@ def explain(
 
     lm, tokenizer = load_lm(model, dtype, device)
     known = goals_of.load_hmm(hmm, tokenizer, lm.device)
-    goals = goals_of.load_goals(known, attributes, goal, strength, shift, horizon, neutral_end)
+    goals = goals_of.load_goals(
+        known, tokenizer, attributes, goal, strength, shift, horizon, neutral_end
+    )
     (given,) = encode_prompts(tokenizer, [prompt], goals)
     if text is None:
         torch.manual_seed(seed)

@@ -45,7 +45,9 @@ def fidelity(
 
     lm, tokenizer = load_lm(model, dtype, device)
     known = options.load_hmm(hmm, tokenizer, lm.device)
-    (target,) = options.load_goals(known, attributes, [goal], [strength], [shift], 64, False)
+    (target,) = options.load_goals(
+        known, tokenizer, attributes, [goal], [strength], [shift], 64, False
+    )
     ends = known.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
     with Bars() as bars:

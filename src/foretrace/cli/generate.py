@@ -59,10 +59,18 @@ def generate(
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
     lm, tokenizer = load_lm(model, dtype, device)
     known = goals_of.load_hmm(hmm, tokenizer, lm.device)
-    asked_for = (attributes, goal or [], strength, shift, horizon, neutral_end)
-    goals = goals_of.load_goals(known, *asked_for) if goal else []
-    constraints = (must_contain or [], must_not_contain or [])
-    goals += goals_of.load_constraint(known, tokenizer, *constraints, horizon)
+    goals = goals_of.load_goals(
+        known,
+        tokenizer,
+        attributes,
+        goal or [],
+        strength,
+        shift,
+        horizon,
+        neutral_end,
+        must_contain,
+        must_not_contain,
+    )
     options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
     writer = Writer(lm, tokenizer, goals, options)
     show = _as_json if as_json else _side_by_side if compare else _in_turn

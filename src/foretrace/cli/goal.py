@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foretrace.hmm import HMM
     from foretrace.lookahead import Goal
 
+FAR = 64  # tokens: how far ahead what must occur is looked for
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
 HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
 GOAL = typer.Option(
@@ -56,48 +57,37 @@ def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.d
 
 def load_goals(
     hmm: "HMM",
+    tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     expressions: list[str],
     strengths: list[float],
     shifts: list[float],
     horizon: int,
     neutral_end: bool,
+    must: list[str] | None = None,
+    must_not: list[str] | None = None,
 ) -> "list[Goal]":
-    """Build the goals that were asked for, each with its strength and shift."""
-    from foretrace.attribute import AttributeStore, parse
-    from foretrace.lookahead import Goal, Lookahead
-
-    store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
-    count = len(expressions)
-    return [
-        Goal(Lookahead(hmm, parse(text).build(store), horizon), strength, shift, neutral_end)
-        for text, strength, shift in zip(
-            expressions,
-            _for_each(strengths, count, "--strength"),
-            _for_each(shifts, count, "--shift"),
-            strict=True,
-        )
-    ]
-
-
-def load_constraint(
-    hmm: "HMM",
-    tokenizer: "PreTrainedTokenizerBase",
-    must: list[str],
-    must_not: list[str],
-    horizon: int,
-) -> "list[Goal]":
-    """Build the goal that texts occur and others do not; none if there are no such texts."""
-    from functools import reduce
-    from operator import and_
-
+    """Build the goals that were asked for, each with its strength and shift; constraints last."""
+    from foretrace.attribute import AttributeStore, Expression, parse
+    from foretrace.engines.asked import constraint
     from foretrace.engines.spelling import mentions
     from foretrace.lookahead import Goal, Lookahead
 
-    parts = [mentions(text, tokenizer) for text in must]
-    if must_not:
-        parts.append(~mentions(must_not, tokenizer))
-    return [Goal(Lookahead(hmm, reduce(and_, parts), horizon))] if parts else []
+    store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
+
+    def lookahead(expression: Expression, reach: int = horizon) -> Lookahead:
+        built = expression.build(store, lambda each: mentions(each.texts, tokenizer))
+        return Lookahead(hmm, built, reach)
+
+    lookaheads = [lookahead(parse(text)) for text in expressions]
+    count = len(expressions) or 1  # constraints alone are a goal, too
+    own, more = _for_each(strengths, count, "--strength"), _for_each(shifts, count, "--shift")
+    if must or must_not:
+        # It may come at any time: who looks less far ahead would want it sooner.
+        lookaheads.append(lookahead(constraint(must or [], must_not or []), max(horizon, FAR)))
+        own, more = [*own, 1.0], [*more, 0.0]
+    transforms = zip(own, more, strict=True)
+    return [Goal(each, *next(transforms), neutral_end) for each in lookaheads]
 
 
 def _for_each(values: list[float], count: int, option: str) -> list[float]:

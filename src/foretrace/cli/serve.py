@@ -44,6 +44,7 @@ def serve(
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
         attributes=str(attributes.resolve()),
+        tokenizer=_tokenizer(context.args, model),
         tables=str((tables or Path(gettempdir())).resolve()),
         horizon=horizon,
         memory_mb=memory,
@@ -60,6 +61,15 @@ def serve(
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(prefix="foretrace-metrics-")
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def _tokenizer(arguments: list[str], model: str) -> str:
+    """Find which tokenizer vLLM will use: its own option, or the model's."""
+    for place, each in enumerate(arguments):
+        name, _, value = each.partition("=")
+        if name == "--tokenizer":
+            return value or next(iter(arguments[place + 1 :]), model)
+    return model
 
 
 def _refuse(arguments: list[str]) -> None:

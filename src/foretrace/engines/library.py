@@ -11,16 +11,20 @@ import logging
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
 
 from foretrace import _io
 from foretrace.attribute import Attribute, AttributeStore, Expression
+from foretrace.attribute.expression import Mention
 from foretrace.engines.asked import Asked
+from foretrace.engines.spelling import Spelling
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead
@@ -28,8 +32,10 @@ from foretrace.lookahead.tables import Tables
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the tables: others are not read
+VERSION = 2  # of the tables: others are not read
 MOST_TERMS = 64  # of a request: every term has its own table, and its own share of a step
+MOST_STATES, MOST_TABLES = 64, 256  # of an automaton, and of that for all terms: each has a table
+MOST_REMEMBERED = 4_096  # small facts about requests that came before
 MOST_COMPARED = 2_000  # names, when one is misspelt
 FORGET = 0.8  # of the disk's budget is left when it was exceeded
 
@@ -46,14 +52,22 @@ class Library:
         horizon: int = 64,
         memory: int = 1 << 30,
         disk: int = 8 << 30,
+        spelled: Callable[[], Spelling] | None = None,
         observe: Callable[[str, float], None] = lambda event, value: None,
     ) -> None:
-        """`memory` and `disk` are budgets in bytes; `observe` is told of hits and builds."""
+        """Open the folders.
+
+        `memory` and `disk` are budgets in bytes; `spelled` gives what tokens stand for, when a
+        request says what must occur; `observe` is told of hits and builds.
+        """
         self.hmm, self.horizon = hmm, horizon
         self.store = AttributeStore(
             attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
         )
         self.memory, self.disk, self.observe = memory, disk, observe
+        self._spelled = None if spelled is None else cache(_once(spelled))
+        self._refusals: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._fewest = lru_cache(MOST_REMEMBERED)(self._count_fewest)
         self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
         self._bytes = 0
@@ -74,6 +88,24 @@ class Library:
                 self._build_once(key, goal.expression, MOST_TERMS // len(keys))
         return keys
 
+    def require_room(self, keys: Sequence[str], limit: int | None) -> None:
+        """Raise unless what must occur, in one goal at most, fits into so many tokens."""
+        needs = [fewest for key in keys if (fewest := self._fewest(key)) is not None]
+        if len(needs) > 1:
+            raise InvalidInputError(
+                "Two goals say what must occur or must not. Join them by & to one."
+            )
+        if limit is not None and needs and needs[0] > limit:
+            raise InvalidInputError(
+                f"What must occur takes {needs[0]} tokens at least, and the text may have {limit}. "
+                f"Let it be longer."
+            )
+
+    def _count_fewest(self, key: str) -> int | None:
+        """Count the tokens that a goal takes at least; None if nothing must occur, or must not."""
+        memory = Attribute.load(self._files(key)[0]).terms.memory
+        return None if memory is None else int(memory.fewest(self.hmm.vocab_size)[0])
+
     def goals(self, asked: Asked, keys: list[str]) -> tuple[Goal, ...]:
         """Give what an admitted request asks for; the tables are read if they are not in memory."""
         return tuple(
@@ -92,7 +124,8 @@ class Library:
             except (OSError, ValueError):
                 raise self._unknown(name) from None
             files.append((name, found.st_mtime_ns, found.st_size, found.st_ino))
-        given = json.dumps([self._identity, [*map(str, expression.steps)], files])
+        spelling = self._spelling().identity if expression.mentions else None
+        given = json.dumps([self._identity, [*map(str, expression.steps)], files, spelling])
         return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _unknown(self, name: str) -> InvalidInputError:
@@ -112,8 +145,6 @@ class Library:
         return self._listed[1]
 
     def _is_there(self, key: str) -> bool:
-        if key in self._kept:
-            return True
         with suppress(OSError):
             os.utime(self._files(key)[1])  # used just now: not to be forgotten first
             return True
@@ -153,9 +184,7 @@ class Library:
         attribute_file, table_file = self._files(key)
         tensors, _ = _io.read_tensors(table_file)
         attribute = Attribute.load(attribute_file)
-        memory = attribute.terms.memory
-        states = 1 if memory is None else memory.automaton.num_states
-        shape = (self.horizon + 1, len(attribute.terms), states)
+        shape = (self.horizon + 1, len(attribute.terms), attribute.terms.states)
         # Copies: the file may be forgotten while it is used, and small maps are many.
         whole = (*shape, self.hmm.num_states)
         values = _io.take_tensor(tensors, "values", whole, table_file).clone()
@@ -170,28 +199,66 @@ class Library:
             turn = self._building.setdefault(key, Lock())
         with turn:
             try:
+                if (key, most) in self._refusals:
+                    raise InvalidInputError(self._refusals[key, most])
                 if not self._is_there(key):
                     self._build(key, expression, most)
+            except InvalidInputError as error:
+                self._remember_refusal(key, most, str(error))
+                raise
             finally:
                 with self._lock:
                     self._building.pop(key, None)
 
+    def _remember_refusal(self, key: str, most: int, why: str) -> None:
+        """Refuse the same again without trying: it may have taken a second to find out."""
+        with self._lock:
+            self._refusals[key, most] = why
+            while len(self._refusals) > MOST_REMEMBERED:
+                self._refusals.popitem(last=False)
+
     def _build(self, key: str, expression: Expression, most: int = MOST_TERMS) -> Lookahead:
         began = perf_counter()
         attributes = {name: self._load(name) for name in expression.names}
-        terms = expression.build({name: _Size(len(a.terms)) for name, a in attributes.items()})
+        sizes = {name: _Size(len(a.terms)) for name, a in attributes.items()}
+        terms = expression.build(sizes, lambda mention: _Size(1, certain=True))
         if terms.count > most:
             raise InvalidInputError(
                 f"The goal comes to {terms.count} terms, and {most} is the most here. Use fewer "
                 f"attributes in one expression."
             )
-        lookahead = Lookahead(self.hmm, expression.build(attributes), self.horizon)
+        attribute = expression.build(attributes, self._mention)
+        states, count = attribute.terms.states, len(attribute.terms)
+        if states > MOST_STATES or states * count > MOST_TABLES:
+            raise InvalidInputError(
+                f"What must occur or must not comes to an automaton of {states} states, for each "
+                f"of {count} terms; {MOST_STATES} states is the most here, and {MOST_TABLES} for "
+                f"all terms together. Use fewer or shorter texts, or fewer attributes."
+            )
+        lookahead = Lookahead(self.hmm, attribute, self.horizon)
         attribute_file, table_file = self._files(key)
         lookahead.attribute.save(attribute_file)
         _io.write_tensors(table_file, lookahead.tables._asdict(), {})
         self.observe("build", perf_counter() - began)
         self._forget_files()
         return lookahead
+
+    def _spelling(self) -> Spelling:
+        """Give what tokens stand for."""
+        if self._spelled is None:
+            raise InvalidInputError(
+                "This server does not know its tokenizer, which it needs for what must occur or "
+                "must not. Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
+            )
+        found = self._spelled()
+        if isinstance(found, ForetraceError):
+            raise InvalidInputError(f"This server's tokenizer cannot be used: {found}")
+        return found
+
+    def _mention(self, mention: Mention) -> Attribute:
+        known = self.hmm.config.tokenizer_fingerprint
+        spelled = self._spelling().tokens
+        return Attribute.occurrence(mention.texts, spelled, tokenizer_fingerprint=known)
 
     def _load(self, name: str) -> Attribute:
         try:
@@ -219,6 +286,18 @@ class Library:
             size -= own
 
 
+def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | ForetraceError]:
+    """Give why it failed instead of failing: that is remembered, too."""
+
+    def tried() -> Spelling | ForetraceError:
+        try:
+            return spelled()
+        except ForetraceError as error:
+            return error
+
+    return tried
+
+
 def _own_folder(parent: Path) -> Path:
     """Give a folder that nobody else can write to: what lies in it is believed."""
     folder = parent / f"foretrace-{os.getuid()}"
@@ -241,17 +320,23 @@ def _files_by_age(folder: Path) -> Iterator[tuple[float, int, Path]]:
             yield facts.st_mtime, own, path
 
 
+@dataclass(frozen=True)
 class _Size:
     """How many terms an expression may have: what attributes are combined into, counted."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
+    certain: bool = False
+    """Whether it is made of what must occur alone: that is one term, whatever the signs."""
 
     def __and__(self, other: "_Size") -> "_Size":
-        return _Size(self.count * other.count)
+        return self._joined(self.count * other.count, other)
 
     def __or__(self, other: "_Size") -> "_Size":
-        return _Size(self.count + other.count + self.count * other.count)
+        return self._joined(self.count + other.count + self.count * other.count, other)
 
     def __invert__(self) -> "_Size":
-        return _Size(self.count + 1)
+        return self if self.certain else _Size(self.count + 1)
+
+    def _joined(self, count: int, other: "_Size") -> "_Size":
+        certain = self.certain and other.certain
+        return _Size(1 if certain else count, certain)

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Self
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from foretrace.engines.library import Library
+    from foretrace.engines.spelling import Spelling
 
 PREFIX = "FORETRACE_SERVE_"
 
@@ -32,6 +33,8 @@ class Settings:
     horizon: int = 64
     memory_mb: int = 1024
     disk_mb: int = 8192
+    tokenizer: str = ""
+    """That of the LM, a folder or a hub id: for requests that say what must occur or must not."""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -66,12 +69,27 @@ def open_library(device: "torch.device", observe: "Callable[[str, float], None]"
     folder = Path(settings.attributes)
     if not folder.is_dir():
         raise InvalidInputError(f"There is no folder {folder} of attributes. Check the spelling.")
+    hmm = HMM.from_pretrained(settings.hmm).to(device)
+    known = partial(_spelled, settings.tokenizer, hmm.config.tokenizer_fingerprint)
     return Library(
-        HMM.from_pretrained(settings.hmm).to(device),
+        hmm,
         folder,
         Path(settings.tables),
         horizon=settings.horizon,
         memory=settings.memory_mb << 20,
         disk=settings.disk_mb << 20,
+        spelled=known if settings.tokenizer else None,
         observe=observe,
     )
+
+
+def _spelled(source: str, expected: str | None) -> "Spelling":
+    """Read what the tokens of the LM stand for; those of another tokenizer are refused."""
+    from transformers import AutoTokenizer
+
+    from foretrace.engines.spelling import Spelling, spelled
+    from foretrace.vocabulary import fingerprint, require_same_fingerprint
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    require_same_fingerprint("The HMM", expected, fingerprint(tokenizer.get_vocab()))
+    return Spelling(spelled(tokenizer))

@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
@@ -14,6 +17,18 @@ if TYPE_CHECKING:
 SPACE = "\u2581"  # how SentencePiece writes one
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 PROBE = "Is it 12, or naïve 漢字 (\N{GRINNING FACE})?\n\tYes."
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What each token of a tokenizer adds to a text."""
+
+    tokens: Sequence[bytes]
+
+    @cached_property
+    def identity(self) -> int:
+        """Name it by its content."""
+        return crc32(b"\0".join(self.tokens))
 
 
 def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Attribute:

@@ -84,28 +84,36 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
                 return
             library = open_library(torch.device("cpu"), counters.observe_library)
             keys = library.admit(asked)
+            library.require_room(keys, params.max_tokens)
         except ForetraceError:
             counters.REFUSED.inc()
             raise
         stops = [] if params.ignore_eos else _stop_at(params, library.hmm.config.eos_token_ids)
         params.extra_args = {**params.extra_args, ADMITTED: keys, STOPS: stops}
 
-    def _admitted(self, params: "SamplingParams", prompt: list[int] | None) -> Request | None:
+    def _admitted(
+        self, params: "SamplingParams", prompt: list[int] | None, length: int
+    ) -> Request | None:
         """Give what a request wants; None if it wants nothing."""
         asked = read_asked(params.extra_args)
         if asked is None:
             return None
         keys = (params.extra_args or {}).get(ADMITTED) or self.library.admit(asked)
         goals = self.library.goals(asked, keys)
-        limit = params.max_tokens or self.longest
-        return Request(goals, tuple(prompt or ()), limit, asked.horizon)
+        limit = min(params.max_tokens or self.longest, self.longest - length)
+        ends = tuple(params.all_stop_token_ids)
+        return Request(goals, tuple(prompt or ()), limit, asked.horizon, ends)
 
     def _slot(
-        self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
+        self,
+        params: "SamplingParams",
+        prompt: list[int] | None,
+        output: list[int],
+        length: int | None = None,
     ) -> _Slot | None:
         """Take in a request. What fails here is ended at once: it must not be written unsteered."""
         try:
-            request = self._admitted(params, prompt)
+            request = self._admitted(params, prompt, length or len(prompt or ()))
         except Exception:
             logger.exception("A request cannot be steered, and is ended")
             counters.FAILED.inc()
@@ -149,7 +157,9 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Take in a request; whatever the slot held before is forgotten."""
         self.slots.pop(req_idx, None)
-        slot = self._slot(sampling_params, None, [])
+        assert self.states is not None  # it is what runner V2 gave
+        length = int(self.states.prompt_len.np[req_idx])
+        slot = self._slot(sampling_params, None, [], length)
         if slot is not None:
             self.slots[req_idx] = slot
         return slot is not None

@@ -100,6 +100,8 @@ def measure_fidelity(
 
     With `probe`, also with what a linear probe on the LM's own state expects.
     """
+    if lookahead.reading is not None:
+        raise InvalidInputError("Fidelity is of attributes with weights, not of what must occur.")
     if lookahead.horizon < length - 1:
         raise InvalidInputError(
             f"To compare over {length} tokens, the lookahead must reach {length - 1}, not "
@@ -223,4 +225,4 @@ def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ah
 def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
     table = lookahead.ahead(ahead)
-    return 1 - table if lookahead.terms.signed else table
+    return 1 - table if lookahead.kind.complement else table

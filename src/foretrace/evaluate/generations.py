@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Observe = Callable[[int, int], None]
+TIMED, TURNS = 2, 3  # prompts, and times, when methods are timed
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,19 @@ class Writer:
                 )
             observe(batch[-1] + 1, len(prompts))
         return [known[place] for place in range(len(prompts))]
+
+    def cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
+        """Give how long a method takes, against another: by turns, since the machine is shared."""
+        places, ratios = range(min(TIMED, len(prompts))), []
+        for turn in range(TURNS + 1):
+            own, other = (self._timed(prompts, each, places) for each in (method, baseline))
+            if turn:  # the first warms up
+                ratios.append(own / other)
+        return float(np.median(ratios))
+
+    def _timed(self, prompts: Sequence[str], method: Method, places: range) -> float:
+        given = [(method.prompts or prompts)[place] for place in places]
+        return self._batch(given, method, places)[0].seconds
 
     def _batch(self, prompts: list[str], method: Method, places: range) -> list[Generation]:
         torch.manual_seed(_stream(self.sampling.seed, places[0]))

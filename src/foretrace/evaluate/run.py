@@ -8,13 +8,11 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from foretrace import _io
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
-from foretrace.evaluate.generations import Generation, Method, Sampling, Writer
+from foretrace.evaluate.generations import Method, Sampling, Writer
 from foretrace.evaluate.metrics import Measurement, Point, at_equal_price
 from foretrace.evaluate.preparation import (
     Builder,
@@ -98,9 +96,9 @@ def evaluate(
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
     tables = hmm.identity()
-    measured = {
-        method.name: bench.measure(method, _decides(method, tables, texts)) for method in methods
-    }
+    decided = {method.name: _decides(method, tables, texts) for method in methods}
+    measured = {method.name: bench.measure(method, decided[method.name]) for method in methods}
+    costs = bench.costs(methods, {"methods": decided, "sampling": asdict(sampling)})
     results = _plain(
         {
             "suite": suite.name,
@@ -111,7 +109,7 @@ def evaluate(
             "baseline": suite.baseline,
             "rival": suite.rival,
             "judges": judges,
-            "methods": _compared(measured, suite),
+            "methods": _compared(measured, costs, suite),
             "at equal perplexity": _at_equal_perplexity(measured, suite),
         }
     )
@@ -185,6 +183,22 @@ class _Bench:
     """What the LM is, so that another one's texts are not taken for its own."""
     observe: Observe
 
+    def costs(self, methods: Sequence[Method], settings: Mapping[str, Any]) -> dict[str, float]:
+        """Give the time that each method takes to write, against the baseline's, once."""
+        file = self.config.out / "costs.json"
+        known = _io.read_json(file) if file.is_file() else {}
+        found: dict[str, float] = known.get("costs", {})
+        if known.get("settings") == settings and known.get("lm") == self.lm:
+            return found
+        (baseline,) = [each for each in methods if each.name == self.suite.baseline]
+        found = {baseline.name: 1.0}
+        for done, method in enumerate(methods, 1):
+            if method is not baseline:
+                found[method.name] = self.writer.cost(self.prompts, method, baseline)
+            self.observe("time", done, len(methods), "methods")
+        _io.write_json(file, {"settings": settings, "lm": self.lm, "costs": found})
+        return found
+
     def measure(self, method: Method, settings: Mapping[str, Any]) -> "_Measured":
         name = method.name.replace("/", "-")
         written = self.writer.write(
@@ -212,7 +226,7 @@ class _Bench:
         found["dist-3"] = metrics.distinct(texts, 3)
         if method.best_of == 1:  # of what is chosen among several, the probability is not known
             found["entropy"] = metrics.mean_score([each.nats for each in written])
-        return _Measured(found, groups, written)
+        return _Measured(found, groups)
 
     def _surprise(self, name: str, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
         """Ask the bare LM how surprising the texts are, once."""
@@ -252,15 +266,11 @@ class _Measured:
     figures: dict[str, Measurement]
     groups: dict[str, dict[str, float]]
     """Of each judge, the mean score of every group."""
-    written: list[Generation]
-
-    @property
-    def seconds(self) -> float:
-        """What a prompt took, as the median prompt did: others may have used the machine."""
-        return float(np.median([each.seconds for each in self.written]))
 
 
-def _compared(measured: Mapping[str, _Measured], suite: Suite) -> dict[str, Any]:
+def _compared(
+    measured: Mapping[str, _Measured], costs: Mapping[str, float], suite: Suite
+) -> dict[str, Any]:
     """Give every figure with its interval, and its change against the baseline."""
     base = measured[suite.baseline]
     results: dict[str, Any] = {}
@@ -277,8 +287,7 @@ def _compared(measured: Mapping[str, _Measured], suite: Suite) -> dict[str, Any]
                 figures[figure]["relative"] = list(changed.relative)
         results[name] = {
             "plan": asdict(suite.methods[name]),
-            "seconds per prompt": own.seconds,
-            "cost": own.seconds / base.seconds,
+            "cost": costs[name],
             "figures": figures,
             "groups": own.groups,
         }

@@ -55,8 +55,14 @@ def _nats(
     given = placed(*left_padded(rows, 0), model.device)
     logits: Tensor = model(**given, logits_to_keep=most + 1).logits[:, -most - 1 : -1]
     chosen = given["input_ids"][:, -most:, None]
-    nats = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0].neg().cpu()
+    # Row by row: all at once in float32 they would be hundreds of megabytes, twice.
     return [
-        float(row[most - count :].mean()) if count else None
-        for row, count in zip(nats, counts, strict=True)
+        float(_log_losses(*each)[most - count :].mean()) if count else None
+        for count, *each in zip(counts, logits, chosen, strict=True)
     ]
+
+
+def _log_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Give minus the log-probability of tokens: (T, V) logits, (T, 1) ids -> (T,)."""
+    wide = logits.float()
+    return wide.logsumexp(-1) - wide.gather(-1, tokens)[:, 0]

@@ -1,5 +1,6 @@
 """What the hidden state says: an operator from states to tokens, and its dense form."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -75,6 +76,18 @@ class Part(NamedTuple):
     matrix: Tensor  # (M, h)
     background: Tensor  # (M,)
     leak: Tensor  # (h,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        held = self.matrix.values() if self.matrix.is_sparse_csr else self.matrix
+        return 2 * held.nbytes if self.matrix.is_sparse_csr else held.nbytes
+
+    def rows(self, block: slice) -> "Part":
+        """Give the same of some of the tokens."""
+        if block.start == 0 and block.stop == len(self.background):
+            return self
+        return Part(_rows(self.matrix, block), self.background[block], self.leak)
 
     def predict(self, beliefs: Tensor) -> Tensor:
         """Give p(x) token-major, of beliefs as columns: (h, n) -> (M, n)."""
@@ -180,6 +193,27 @@ class DenseEmission:
                     f"and would become impossible in float16. Use bfloat16."
                 )
         return type(self)(table)
+
+
+def _rows(matrix: Tensor, block: slice) -> Tensor:
+    """Give some rows of a matrix, dense or CSR."""
+    if not matrix.is_sparse_csr:
+        return matrix[block]
+    offsets = matrix.crow_indices()[block.start : block.stop + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    return csr(
+        offsets - offsets[0],
+        matrix.col_indices()[first:last],
+        matrix.values()[first:last],
+        (block.stop - block.start, matrix.shape[1]),
+    )
+
+
+def csr(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Make a sparse matrix, believed to be one; torch warns that it is new to this."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        return torch.sparse_csr_tensor(offsets, columns, values, shape, check_invariants=False)
 
 
 def uniforms(like: Tensor, generator: torch.Generator | None) -> Tensor:

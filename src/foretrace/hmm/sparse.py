@@ -6,7 +6,6 @@
 derived so that every state's distribution sums to 1 whatever `values` was rounded to on disk.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
-from foretrace.hmm.emission import Part, uniforms
+from foretrace.hmm.emission import Part, csr, uniforms
 from foretrace.hmm.probability import (
     blocks_of,
     require_table_dtype,
@@ -60,7 +59,7 @@ class SparseEmission:
             "background": self.background.to(work),
             "leak": torch.where(totals > 0, self.leak, 1.0).to(work),
             "_scale": self._derive_scale(totals).to(work),
-            "_matrix": _csr(
+            "_matrix": csr(
                 offsets, states, self.values.to(work), (self.vocab_size, self.num_states)
             ),
         }
@@ -192,7 +191,7 @@ class SparseEmission:
         own = slice(*self._bounds[[block.start, block.stop]].tolist())
         values = self._matrix.values()[own]
         shape = (len(offsets) - 1, self.num_states)
-        return _csr(offsets - offsets[0], self.states[own], values, shape)
+        return csr(offsets - offsets[0], self.states[own], values, shape)
 
     def part(self, tokens: Tensor) -> Part:
         """Give what is said of some tokens alone: (M,) ids."""
@@ -200,7 +199,7 @@ class SparseEmission:
         states = self.states[entry]
         values = self.values[entry].to(self._scale) * self._scale[states.long()]
         offsets = _from_zero(torch.bincount(row, minlength=len(tokens))).to(torch.int32)
-        matrix = _csr(offsets, states, values, (len(tokens), self.num_states))
+        matrix = csr(offsets, states, values, (len(tokens), self.num_states))
         return Part(matrix, self.background[tokens], self.leak)
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
@@ -263,12 +262,6 @@ class SparseEmission:
             self.background.to(device),
             self.leak.to(device),
         )
-
-
-def _csr(offsets: Tensor, states: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
-        return torch.sparse_csr_tensor(offsets, states, values, shape, check_invariants=False)
 
 
 def _from_zero(increments: Tensor) -> Tensor:

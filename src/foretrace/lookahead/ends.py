@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from foretrace.lookahead.tables import NEVER
+from foretrace.lookahead.tables import never_in
 
 
 class Ends:
@@ -26,4 +26,4 @@ class Ends:
         change = self._others(logits) - self.others
         steered = logits[self.rows, self.tokens]
         own = self.own + change.nan_to_num(0.0, 0.0, 0.0)
-        logits[self.rows, self.tokens] = torch.where(steered <= NEVER, steered, own)
+        logits[self.rows, self.tokens] = torch.where(steered <= never_in(logits), steered, own)

@@ -1,56 +1,74 @@
-"""Next tokens that lead an automaton elsewhere than all others: few, and so reckoned apart."""
+"""Next tokens that lead an automaton elsewhere than all others: reckoned apart from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from foretrace.attribute.transform import log_transformed
+from foretrace.hmm import inference
+from foretrace.hmm.probability import blocks_of
 from foretrace.lookahead.goal import Goal
-from foretrace.lookahead.group import Asked, Group
-from foretrace.lookahead.reading import Reading
+from foretrace.lookahead.lookahead import Lookahead
 from foretrace.lookahead.row import Row
-from foretrace.lookahead.tables import NEVER
+from foretrace.lookahead.tables import NEVER, never_in
+
+MOST_ELEMENTS = 1 << 22  # numbers at once
 
 
 @dataclass
 class Exceptions:
     """Rows whose goals have one lookahead, and with it one automaton."""
 
-    reading: Reading
+    lookahead: Lookahead
     places: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     past: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
 
-    def correct_(self, logits: Tensor, *, absolute: bool) -> None:
-        """Give these tokens their own factors, in place of those that all others have."""
-        reading, states = self.reading, torch.stack(self.states)  # (n,)
-        factors, common = self._factors(states)  # (M, n, D), (n, D)
-        # Sizes may differ beyond float32: they are told from the largest on.
-        size = common[:, 0] if absolute else common.max(1).values
-        column = reading.column[states][:, reading.classes].T.unsqueeze(-1)  # (M, n, 1)
-        own = (factors + (common - size[:, None])).gather(2, column)[..., 0]
+    def correct_(self, logits: Tensor) -> Tensor:
+        """Give these tokens factors of their own, in place of those that all others have: (n,).
+
+        Sizes of expectations may differ beyond float32. They are told from that of all others on,
+        unless it is nothing beside the largest; what they are told from is given back.
+        """
+        reckoning = _Reckoning(self)
+        reading, states = reckoning.reading, reckoning.states
         rows = torch.tensor(self.places, device=logits.device)[:, None]
-        tokens = reading.tokens.to(logits.device)
         late, too_late = self._too_late(states)
-        change = (own - factors[..., 0]).T.masked_fill(too_late, -torch.inf)
-        exceptional = logits[rows, tokens] + change.to(logits)
-        others = (common[:, 0] - size).masked_fill(late, -torch.inf)
-        logits[rows[:, 0]] += others[:, None].to(logits)
-        logits[rows, tokens] = exceptional
+        found = []
+        for block, own, others in reckoning.blocks():  # (n, m) each
+            tokens = reading.tokens[block].to(logits.device)
+            change = (own - others).masked_fill(too_late[:, block], -torch.inf)
+            found.append((tokens, logits[rows, tokens] + change.to(logits)))
+        shrunk = (reckoning.common - reckoning.base).masked_fill(late, -torch.inf)
+        self._shrink_(logits, shrunk.to(logits))
+        for tokens, steered in found:
+            logits[rows, tokens] = steered
         self._forbid_ends_(logits, rows, states)
+        return reckoning.base
+
+    def _shrink_(self, logits: Tensor, by: Tensor) -> None:
+        """Make all tokens of rows less probable: (n,) is added; on CPUs, where it is not 0."""
+        if logits.device.type == "cpu":
+            for place, much in zip(self.places, by.tolist(), strict=True):
+                if much:
+                    logits[place] += much
+        else:
+            logits[self.places] += by[:, None]
 
     def _too_late(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Tell after which tokens there is no room for a worthy end: all others (n,), these (n, M).
 
         This is certain; that the HMM thinks it improbable is not.
         """
+        reading = self.lookahead.remembered
         left = [row.request.left(row.written) for row in self.rows]
         room = torch.tensor(left, device=states.device)
-        fewest, moves = self.reading.fewest, self.reading.moves[states]
-        return fewest[moves[:, 0]] > room, fewest[moves[:, self.reading.classes]] > room[:, None]
+        fewest = reading.fewest[reading.moves[states]]  # (n, C)
+        return fewest[:, 0] > room, fewest[:, reading.classes] > room[:, None]
 
     def _forbid_ends_(self, logits: Tensor, rows: Tensor, states: Tensor) -> None:
         """Let no text end before it may, unless there is nothing else that it can do."""
@@ -60,26 +78,83 @@ class Exceptions:
             return
         padded = [[*own, *own[:1] * (width - len(own))] for own in known]
         ends = torch.tensor(padded, device=logits.device)
-        after = self.reading.after(states[:, None], ends.to(states.device))
-        unfinished = (self.reading.fewest[after] > 0).to(logits.device)
-        logits[rows, ends] = logits[rows, ends].masked_fill(unfinished, NEVER).clamp_min_(NEVER)
+        reading = self.lookahead.remembered
+        after = reading.after(states[:, None], ends.to(states.device))
+        unfinished = (reading.fewest[after] > 0).to(logits.device)
+        never = never_in(logits)
+        logits[rows, ends] = logits[rows, ends].masked_fill(unfinished, never).clamp_min_(never)
 
-    def _factors(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Give log f(EAP) of these tokens as if they led to each of the targets, in float64."""
-        predicted = torch.stack([row.predicted for row in self.rows], 1)  # (h, n)
-        asked = Asked(self.goals[0].lookahead.kind)
-        for place, (row, goal, past) in enumerate(
-            zip(self.rows, self.goals, self.past, strict=True)
-        ):
-            for target in self.reading.targets[states[place]]:
-                asked.add(place, goal, past, row.request.remaining(row.written), target)
-        group = Group(asked, predicted)
-        product = self.reading.emission.predict(torch.cat([predicted, group.weighted], 1))
-        probability = product[:, asked.places]
-        joint = product[:, len(self.rows) :]
-        factors, common = group.log_factors(joint, probability, self.reading.tokens)
-        shape = (len(self.rows), self.reading.targets.shape[1])
-        return factors.double().reshape(-1, *shape), common.double().reshape(shape)
+
+class _Reckoning:
+    """EAP of an automaton's tokens, for the targets that they lead to, and as if for class 0's."""
+
+    def __init__(self, asked: Exceptions) -> None:
+        lookahead = asked.lookahead
+        self.lookahead, self.reading = lookahead, lookahead.remembered
+        self.states = torch.cat(asked.states)  # (n,)
+        targets = self.reading.targets[self.states]  # (n, D)
+        left = [row.request.left(row.written) for row in asked.rows]
+        chosen = [lookahead.ahead(*each) for each in zip(left, targets, strict=True)]
+        scales = [lookahead.log_scale(*each) for each in zip(left, targets, strict=True)]
+        predicted = torch.stack([row.predicted for row in asked.rows])  # (n, h)
+        weighted = torch.stack(chosen) * predicted[:, None, None]  # (n, K, D, h)
+        self.average = weighted.sum(-1)  # (n, K, D)
+        self.beliefs = torch.cat([predicted, weighted.flatten(0, 2)]).T  # (h, n (1 + K D))
+        past = torch.stack(asked.past).clamp_min(FORGOTTEN).unsqueeze(-1)
+        sizes = (past + torch.stack(scales)).clamp_min(NEVER)  # (n, K, D) float64
+        self.size = sizes.amax(1)  # (n, D)
+        coefficients = lookahead.coefficients[:, None]
+        self.shares = (coefficients * (sizes - self.size[:, None]).exp()).to(predicted)
+        goals = torch.tensor([(goal.strength, goal.shift) for goal in asked.goals])
+        whole = asked.goals[0].transform.identity
+        self.transform = None if whole else goals.to(self.size).T  # (2, n)
+        self.sums = self._common()  # (n, D)
+        self.common = self.sums[:, 0]
+        self.base = torch.maximum(self.common, self.sums.amax(1) - NOTHING)
+
+    def _common(self) -> Tensor:
+        """Give what is common to all tokens of a target, as `Group.log_factors` does: (n, D)."""
+        if self.transform is None:
+            return self.size
+        scale, shift = self.transform.unsqueeze(-1)
+        return torch.addcmul(shift, self.size, scale).clamp_max_(0.0)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Give log f(EAP), less what is common, some tokens at a time: their own, and others'."""
+        count, column = len(self.states), self.reading.column[self.states]  # (n, C)
+        width = max(1, MOST_ELEMENTS // self.beliefs.shape[1])
+        for block in blocks_of(len(self.reading.tokens), width):
+            product = self.reading.emission.rows(block).predict(self.beliefs)  # (m, n (1 + K D))
+            joint = product[:, count:].reshape(-1, *self.average.shape)  # (m, n, K, D)
+            given = joint.permute(1, 2, 3, 0), product[:, :count].T, block  # tokens last
+            own = column[:, self.reading.classes[block]]  # (n, m)
+            changed = self.sums.gather(1, own) - self.base[:, None]
+            factors, others = (self._log_factors(*given, each) for each in (own, 0 * own))
+            yield block, factors + changed.to(factors), others
+
+    def _log_factors(
+        self, joint: Tensor, probability: Tensor, block: slice, column: Tensor
+    ) -> Tensor:
+        """Give log f(EAP) of tokens, each for the target in its column, less what is common to it.
+
+        (n, K, D, m), (n, m), a block of m tokens, (n, m) -> (n, m).
+        """
+        least = inference.IMPOSSIBLE
+        place = column.unsqueeze(1).expand(-1, joint.shape[1], -1)  # (n, K, m)
+        ratio = joint.gather(2, place.unsqueeze(2))[:, :, 0]
+        ratio = ratio.add_(self.average.gather(2, place), alpha=least)
+        ratio.div_((probability + least).unsqueeze(1))
+        ratio.mul_(self.lookahead.own[:, self.reading.tokens[block]])
+        share = ratio.mul_(self.shares.gather(2, place)).sum(1).clamp_min_(least)
+        size = self.size.gather(1, column).to(share)
+        if self.transform is None:
+            return share.log_().minimum(-size)
+        scale, shift = self.transform.to(share).unsqueeze(-1)
+        return log_transformed(share, size, scale, shift)[0]
+
+
+NOTHING = 1e4  # nats: what is so much less probable will not be written
+FORGOTTEN = -1e9  # the logarithm of a past that is impossible: what is added to it keeps its digits
 
 
 def exceptions(rows: Sequence[tuple[int, Row]]) -> list[Exceptions]:
@@ -87,11 +162,10 @@ def exceptions(rows: Sequence[tuple[int, Row]]) -> list[Exceptions]:
     found: dict[tuple[int, bool], Exceptions] = {}
     for place, row in rows:
         for goal, past, state in zip(row.request.goals, row.past, row.states, strict=True):
-            reading = goal.lookahead.reading
-            if reading is None or state is None:
+            if state is None:
                 continue
             key = (id(goal.lookahead), goal.transform.identity)
-            own = found.setdefault(key, Exceptions(reading))
+            own = found.setdefault(key, Exceptions(goal.lookahead))
             own.places.append(place)
             own.rows.append(row)
             own.goals.append(goal)

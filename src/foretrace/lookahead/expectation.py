@@ -19,8 +19,8 @@ class Kind(NamedTuple):
     """What decides how an expectation is computed."""
 
     terms: int
-    signed: bool
-    """Whether coefficients have both signs: then tables hold 1 minus a product, for its digits."""
+    complement: bool
+    """Whether tables hold 1 minus a product, for its digits: where coefficients have both signs."""
 
 
 class Future(NamedTuple):
@@ -41,7 +41,7 @@ class Weighing:
     coefficients: Tensor  # (K, n) float64
     past: Tensor  # (K, n) float64: sums of log-weights of what is written
     own: Sequence[Tensor]
-    """Of every attribute once, (K, V): weights of tokens; where signed, 1 minus them ..."""
+    """Of every attribute once, (K, V): weights of tokens, or 1 minus them ..."""
     which: Tensor  # (n,)
     """... and which of them is each row's."""
 
@@ -68,7 +68,7 @@ class Weighing:
         """Ones where a row has an attribute: (attributes, n)."""
         return torch.nn.functional.one_hot(self.which, len(self.own)).to(self.own[0]).T
 
-    def weights(self, block: slice | Tensor) -> Tensor:
+    def weights(self, block: slice) -> Tensor:
         """Give the weights of a block's tokens for every row: (b, K, n), or n = 1 for all."""
         if len(self.own) == 1:
             return self.own[0][:, block].T.unsqueeze(-1)
@@ -90,13 +90,13 @@ class EAP(NamedTuple):
     log_size: Tensor  # (n,)
 
 
-def expect(kind: Kind, future: Future, weighing: Weighing, block: slice | Tensor) -> EAP:
+def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
     """Give the EAP of every token of a block: eq. (EAP)."""
     least = inference.IMPOSSIBLE
     # A copy, one number after the other: logarithms of what is scattered take ten times as long.
     ratio = torch.add(future.joint, future.average, alpha=least).contiguous()
     ratio.div_((future.probability + least).unsqueeze(1))
-    if kind.signed:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
+    if kind.complement:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
         ratio.addcmul_(weighing.weights(block), 1 - ratio)
     else:
         ratio.mul_(weighing.weights(block))
@@ -104,14 +104,14 @@ def expect(kind: Kind, future: Future, weighing: Weighing, block: slice | Tensor
     if kind.terms == 1:
         return EAP(ratio[:, 0].clamp_min_(least), size)
     share = _summed(weighing.shares, ratio)
-    if kind.signed:  # what is lost was summed
+    if kind.complement:  # what is lost was summed
         share = weighing.whole.to(share) - share
     return EAP(share.clamp_min_(least), size)
 
 
 def expected(kind: Kind, average: Tensor, weighing: Weighing) -> Tensor:
     """Give the EAP of texts as they are, before their next tokens: (K, n) averages -> (n,)."""
-    products = 1 - average.double() if kind.signed else average.double()
+    products = 1 - average.double() if kind.complement else average.double()
     shares = weighing.coefficients * weighing.past.exp()
     return (shares * products).sum(0).clamp(0.0, 1.0)
 

@@ -22,13 +22,18 @@ class Asked:
     past: list[Tensor] = field(default_factory=list)
     ahead: list[Tensor] = field(default_factory=list)
 
-    def add(self, place: int, goal: Goal, past: Tensor, left: int, state: Tensor | int) -> None:
-        """Ask for a goal of a row; next tokens lead the goal's automaton to this state."""
+    def add(self, place: int, row: Row, goal: Goal, past: Tensor, state: Tensor | None) -> None:
+        """Ask for a goal of a row; if it has an automaton, as most next tokens would move that."""
         self.places.append(place)
         self.goals.append(goal)
-        self.ahead.append(goal.lookahead.ahead(left, state))
-        scaled = goal.lookahead.reading is not None
-        self.past.append(past + goal.lookahead.log_scale(left, state) if scaled else past)
+        if state is None:
+            self.ahead.append(goal.lookahead.ahead(row.request.remaining(row.written)))
+            self.past.append(past)
+            return
+        target = goal.lookahead.remembered.targets[state, 0]  # (1,)
+        left = row.request.left(row.written)  # what must occur may do so at any time
+        self.ahead.append(goal.lookahead.ahead(left, target)[:, 0])
+        self.past.append(past + goal.lookahead.log_scale(left, target)[:, 0])
 
     def weighing(self) -> Weighing:
         """Give what the rows' attributes say of tokens."""
@@ -59,9 +64,7 @@ def by_kind(rows: Sequence[Row]) -> list[Asked]:
         for goal, past, state in zip(row.request.goals, row.past, row.states, strict=True):
             kind = goal.lookahead.kind
             asked = groups.setdefault((kind, goal.transform.identity), Asked(kind))
-            reading = goal.lookahead.reading
-            target = 0 if reading is None or state is None else reading.targets[state, 0]
-            asked.add(place, goal, past, row.request.remaining(row.written), target)
+            asked.add(place, row, goal, past, state)
     return list(groups.values())
 
 
@@ -70,6 +73,8 @@ class Group:
 
     def __init__(self, asked: Asked, states: Tensor) -> None:
         self.kind, self.places = asked.kind, asked.places
+        readings = [goal.lookahead.reading for goal in asked.goals]
+        self.plain = [at for at, reading in enumerate(readings) if reading is None]
         self.whole = asked.places == list(range(states.shape[1]))
         self.index = torch.tensor(asked.places, device=states.device)
         ahead = torch.stack([each.T for each in asked.ahead], -1)
@@ -80,7 +85,7 @@ class Group:
         self.transform = asked.transform(self.average)
 
     def log_factors(
-        self, joint: Tensor, probability: Tensor, block: slice | Tensor
+        self, joint: Tensor, probability: Tensor, block: slice
     ) -> tuple[Tensor, Tensor]:
         """Give log f(EAP) of every token of a block: what differs, (b, n), and is common, (n,)."""
         shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))

@@ -11,7 +11,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead.expectation import Future, Kind, Weighing, expect
 from foretrace.lookahead.reading import Reading
-from foretrace.lookahead.tables import Tables, build
+from foretrace.lookahead.tables import Tables, build, complements
 from foretrace.vocabulary import require_same_fingerprint
 
 
@@ -52,7 +52,7 @@ class Lookahead:
             attribute.config.tokenizer_fingerprint,
             hmm.config.tokenizer_fingerprint,
         )
-        terms = attribute.terms.without(hmm.config.eos_token_ids)
+        terms = _within(attribute, hmm)
         if len(terms.tokens) and int(terms.tokens[-1]) >= hmm.vocab_size:
             raise InvalidInputError(
                 f"'{attribute.name}' weighs token {int(terms.tokens[-1])}, but the HMM has a "
@@ -67,8 +67,9 @@ class Lookahead:
         tokens = terms.tokens.to(hmm.device, torch.long)
         log_weights = terms.log_weights.double()
         lost = (-log_weights.expm1()).to(hmm.initial)  # 1 - w, to the last digit
-        own = lost.new_full((len(terms), hmm.vocab_size), 0.0 if terms.signed else 1.0)
-        own[:, tokens] = lost if terms.signed else log_weights.exp().to(own)
+        complement = complements(terms)
+        own = lost.new_full((len(terms), hmm.vocab_size), 0.0 if complement else 1.0)
+        own[:, tokens] = lost if complement else log_weights.exp().to(own)
         if tables is None:
             expected = hmm.emission.expect(lost, tokens).clamp(0.0, 1.0)  # (K, h)
             tables = build(hmm, terms, expected, horizon)
@@ -96,20 +97,27 @@ class Lookahead:
     def nbytes(self) -> int:
         """Bytes that it takes beside the HMM."""
         parts = (*self.tables, self.own, self.tokens, self._log_weights)
-        return sum(part.nbytes for part in parts)
+        own = 0 if self.reading is None else self.reading.nbytes
+        return own + sum(part.nbytes for part in parts)
+
+    @property
+    def remembered(self) -> Reading:
+        """What steering has to know of the automaton, where there is one."""
+        assert self.reading is not None
+        return self.reading
 
     @property
     def kind(self) -> Kind:
         """What decides how its expectations are computed."""
-        return Kind(len(self.terms), self.terms.signed)
+        return Kind(len(self.terms), complements(self.terms))
 
-    def ahead(self, remaining: int, state: Tensor | int = 0) -> Tensor:
-        """Give the table for so many tokens to come, at most the horizon: (K, h)."""
-        return self.tables.values[min(remaining, self.horizon)][:, state]
+    def ahead(self, remaining: int, states: Tensor | int = 0) -> Tensor:
+        """Give tables for so many tokens to come, at most the horizon: (K, h), or (K, D, h)."""
+        return self.tables.values[min(remaining, self.horizon)][:, states]
 
-    def log_scale(self, remaining: int, state: Tensor | int = 0) -> Tensor:
-        """Give the logarithm of what that table is to be multiplied by: (K,) float64."""
-        return self.tables.log_scales[min(remaining, self.horizon)][:, state]
+    def log_scale(self, remaining: int, states: Tensor | int = 0) -> Tensor:
+        """Give the logarithms of what these are to be multiplied by: (K,), or (K, D), float64."""
+        return self.tables.log_scales[min(remaining, self.horizon)][:, states]
 
     def require_room(self, limit: int) -> None:
         """Raise unless so many tokens can have the attribute, whatever is left to chance."""
@@ -159,3 +167,13 @@ class Lookahead:
             return self.hmm.initial[None]
         *_, last = inference.scan(self.hmm, prefix[None].to(self.hmm.device))
         return last.predicted
+
+
+def _within(attribute: Attribute, hmm: HMM) -> Terms:
+    """Give the terms as the HMM's texts need them: their ends, and unknown tokens, say nothing."""
+    terms, known = attribute.terms, attribute.config.vocab_size
+    passed_by = list(hmm.config.eos_token_ids)
+    if terms.memory is None:
+        return terms.without(passed_by)
+    passed_by += range(known or hmm.vocab_size, hmm.vocab_size)
+    return terms.without(passed_by).reading_below(hmm.vocab_size)

@@ -38,15 +38,20 @@ class Reading(NamedTuple):
             moves.to(device),
             torch.tensor(targets, device=device),
             torch.tensor(column, device=device),
-            automaton.fewest((memory.finals > 0).any(0)).to(device),
+            memory.fewest(hmm.vocab_size).to(device),
             hmm.emission.part(tokens),
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.emission.nbytes + sum(part.nbytes for part in self[:-1])
+
     def read(self, tokens: Tensor) -> Tensor:
-        """Read a text from its beginning: (T,) ids -> ()."""
-        state = torch.zeros((), dtype=torch.long, device=self.moves.device)
-        for token in tokens:
-            state = self.after(state, token)
+        """Read a text from its beginning: (T,) ids -> (1,)."""
+        state = torch.zeros(1, dtype=torch.long, device=self.moves.device)
+        for place in range(len(tokens)):
+            state = self.after(state, tokens[place : place + 1])
         return state
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -53,6 +53,4 @@ class Row:
     """How many tokens."""
     predicted: Tensor  # (h,): p(z of the next token | prompt and written)
     past: tuple[Tensor, ...]  # of each goal: (K,) sums of log-weights, float64
-    states: tuple[
-        Tensor | None, ...
-    ] = ()  # of each goal: (), where its automaton is, if it has one
+    states: tuple[Tensor | None, ...]  # of each goal that has an automaton: (1,), where that is

@@ -55,7 +55,7 @@ class Steering:
         weighed = _log_weights([row.request for row in rows], tokens)
         return [
             Row(row.request, row.written + 1, state, _added(row.past, own), _moved(row, token))
-            for row, state, own, token in zip(rows, advanced, weighed, tokens, strict=True)
+            for row, state, own, token in zip(rows, advanced, weighed, tokens[:, None], strict=True)
         ]
 
     def read(
@@ -134,7 +134,7 @@ class Steering:
         groups = [Group(asked, states) for asked in by_kind([row for _, row in steered])]
         if self.observe is not None:
             for group in groups:
-                self.observe(expected(group.kind, group.average, group.weighing))
+                self._tell(group, self.observe)
         # One product for all: the emission is read once.
         stacked = torch.cat([states, *(group.weighted for group in groups)], 1)
         places = torch.tensor([place for place, _ in steered], device=logits.device)
@@ -143,13 +143,17 @@ class Steering:
         most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
         size = max(FEWEST_TOKENS, most // stacked.shape[1])
         for block, product in self.hmm.emission.predict_blocks(stacked, size):
-            factors = transposed(self._log_factors(product, len(steered), groups, block)).to(logits)
+            found, common = self._log_factors(product, len(steered), groups, block)
+            factors = transposed(found).to(logits)
             if len(places) == len(logits):
                 logits[:, block].add_(factors)
             else:  # several times as fast as to add where the places are
                 logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
-        for found in exceptions(steered):
-            found.correct_(logits, absolute=self.absolute)
+        order = {place: at for at, (place, _) in enumerate(steered)}
+        for apart in exceptions(steered):
+            common[[order[place] for place in apart.places]] += apart.correct_(logits)
+        if self.absolute:
+            logits[places] += common[:, None].to(logits)
         if logits.shape[1] > self.hmm.vocab_size:
             logits[places, self.hmm.vocab_size :] = -torch.inf
         if ends is not None:
@@ -158,23 +162,32 @@ class Steering:
 
     def _log_factors(
         self, product: Tensor, rows: int, groups: Sequence[Group], block: slice
-    ) -> Tensor:
-        """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n)."""
+    ) -> tuple[Tensor, Tensor]:
+        """Give the sum of log f(EAP) over each row's goals, of every token of a block.
+
+        What differs, (b, n), and what is common to all tokens, (n,) float64; but of goals with
+        automata that is found later.
+        """
         widths = [group.weighted.shape[1] for group in groups]
         probability, *joints = torch.split(product, [rows, *widths], 1)
         total: Tensor | None = None
+        whole = torch.zeros(rows, dtype=torch.float64, device=product.device)
         for group, joint in zip(groups, joints, strict=True):
             own = probability if group.whole else probability[:, group.places]
             factors, common = group.log_factors(joint, own, block)
-            if self.absolute:
-                factors = factors + common
+            whole.index_add_(0, group.index[group.plain], common[group.plain].double())
             if group.whole and total is None:
                 total = factors  # one kind for all: nothing to add up
             else:
                 total = torch.zeros_like(probability) if total is None else total
                 total.index_add_(1, group.index, factors)
         assert total is not None  # every row here has a goal
-        return total
+        return total, whole
+
+    def _tell(self, group: Group, observe: Callable[[Tensor], None]) -> None:
+        """Tell the EAP of texts; what must occur is certain, and not told."""
+        if group.plain:
+            observe(expected(group.kind, group.average, group.weighing)[group.plain])
 
 
 def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tensor, ...]]:
@@ -195,7 +208,7 @@ def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tens
 
 
 def _moved(row: Row, token: Tensor) -> tuple[Tensor | None, ...]:
-    """Let the automata of a row's goals read its token."""
+    """Let the automata of a row's goals read its token: (1,)."""
     readings = [goal.lookahead.reading for goal in row.request.goals]
     return tuple(
         None if reading is None or state is None else reading.after(state, token)

@@ -11,8 +11,13 @@ from foretrace.hmm import HMM
 NEVER = -1e30  # the logarithm of what is impossible, as a number: differences of it are numbers
 
 
+def never_in(logits: Tensor) -> float:
+    """Give that number in the dtype of logits: float16 ends before it."""
+    return max(NEVER, torch.finfo(logits.dtype).min)
+
+
 class Tables(NamedTuple):
-    """What the future is worth: `values` times exp(`log_scales`); where signed, 1 minus it."""
+    """What the future is worth: `values` times exp(`log_scales`); or 1 minus it."""
 
     values: Tensor  # (horizon + 1, K, Q, h)
     log_scales: Tensor  # (horizon + 1, K, Q) float64
@@ -25,21 +30,29 @@ class Onward(NamedTuple):
     shares: Tensor  # (K, D, h): expected weight of the tokens that lead there, by the HMM's state
 
 
+def complements(terms: Terms) -> bool:
+    """Whether what is lost is kept in tables, not what remains: terms of both signs may cancel.
+
+    With an automaton they are rescaled instead: what must occur is improbable, and 1 minus it 1.
+    """
+    return terms.signed and terms.memory is None
+
+
 def build(hmm: HMM, terms: Terms, lost: Tensor, horizon: int) -> Tables:
     """Walk backward. Its cost grows with the tokens that have a weight, and with Q.
 
     L[0] = final; L[r, q] = transition @ (sum over q' of share(q, q') * L[r - 1, q']), where share
     is the expected weight of the tokens that take the automaton from q to q'; without one it is
-    1 - lost, with lost[z] = sum_x (1 - w(x)) emission[x, z]: (K, h). Where terms may cancel,
-    D = 1 - L is kept: D[r, q] = transition @ (lost + sum over q' of share(q, q') D[r - 1, q']).
+    1 - lost, with lost[z] = sum_x (1 - w(x)) emission[x, z]: (K, h). Where D = 1 - L is kept,
+    D[r, q] = transition @ (lost + sum over q' of share(q, q') D[r - 1, q']).
     """
     onward = _onward(hmm, terms, lost)
     finals = torch.ones(len(terms), 1) if terms.memory is None else terms.memory.finals
-    first = (1 - finals if terms.signed else finals).to(lost)
+    complement, remembers = complements(terms), terms.memory is not None
+    first = (1 - finals if complement else finals).to(lost)
     values = lost.new_empty(horizon + 1, *first.shape, hmm.num_states)
     log_scales = values.new_zeros(values.shape[:3], dtype=torch.float64)
     values[0] = first.unsqueeze(-1)
-    remembers = terms.memory is not None and not terms.signed
     if remembers:
         _rescale_(values[0], log_scales[0])
     for left in range(1, horizon + 1):
@@ -48,7 +61,7 @@ def build(hmm: HMM, terms: Terms, lost: Tensor, horizon: int) -> Tables:
             most = scales.max(1, keepdim=True).values
             shrunk = shares if len(targets) == 1 else shares * _weights(scales - most, shares)
             kept = (shrunk * values[left - 1][:, targets]).sum(1)
-            values[left, :, state] = kept + lost if terms.signed else kept
+            values[left, :, state] = kept + lost if complement else kept
             log_scales[left, :, state] = most[:, 0]
         values[left] = hmm.transition.expect(values[left]).clamp_(0.0, 1.0)
         if remembers:
