@@ -130,7 +130,7 @@ def test_memory_and_disk_have_their_budgets(hmm: HMM, folder: Path) -> None:
         library.goals(asked, library.admit(asked))
     assert events.count("hit") == 1  # mixed, the second time
     assert len(library._kept) == 2
-    assert not list(library.tables.iterdir())  # what the disk may not keep is built again
+    assert not list(library.shelf.folder.iterdir())  # what the disk may not keep is built again
 
 
 def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_that_others_can_write_to_is_refused(hmm: HMM, folder: Path) ->
 def test_a_damaged_table_is_built_again(hmm: HMM, folder: Path) -> None:
     library = _library(hmm, folder)
     (key,) = library.admit(_asked("formal"))
-    library._files(key)[1].write_bytes(b"?")
+    library.shelf._files(key)[1].write_bytes(b"?")
     assert library.goals(_asked("formal"), [key])
 
 

@@ -8,11 +8,8 @@ request was admitted changes nothing for it.
 import hashlib
 import json
 import logging
-import os
-import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -20,15 +17,14 @@ from pathlib import Path
 from threading import Lock
 from time import perf_counter
 
-from foretrace import _io
 from foretrace.attribute import Attribute, AttributeStore, Expression
 from foretrace.attribute.expression import Mention
 from foretrace.engines.asked import Asked
+from foretrace.engines.shelf import Shelf
 from foretrace.engines.spelling import Spelling
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Goal, Lookahead
-from foretrace.lookahead.tables import Tables
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +33,6 @@ MOST_TERMS = 64  # of a request: every term has its own table, and its own share
 MOST_STATES, MOST_TABLES = 64, 256  # of an automaton, and of that for all terms: each has a table
 MOST_REMEMBERED = 4_096  # small facts about requests that came before
 MOST_COMPARED = 2_000  # names, when one is misspelt
-FORGET = 0.8  # of the disk's budget is left when it was exceeded
 
 
 class Library:
@@ -64,7 +59,8 @@ class Library:
         self.store = AttributeStore(
             attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
         )
-        self.memory, self.disk, self.observe = memory, disk, observe
+        self.memory, self.observe = memory, observe
+        self.shelf = Shelf(tables, disk)
         self._spelled = None if spelled is None else cache(_once(spelled))
         self._refusals: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._fewest = lru_cache(MOST_REMEMBERED)(self._count_fewest)
@@ -74,7 +70,6 @@ class Library:
         self._lock = Lock()
         self._building: dict[str, Lock] = {}
         self._listed: tuple[int, list[str]] = (0, [])
-        self.tables = _own_folder(tables)
 
     def admit(self, asked: Asked) -> list[str]:
         """Make sure that the tables of a request are there; give the key of each goal."""
@@ -84,7 +79,7 @@ class Library:
             )
         keys = [self._key(goal.expression) for goal in asked.goals]
         for key, goal in zip(keys, asked.goals, strict=True):
-            if not self._is_there(key):
+            if not self.shelf.has(key):
                 self._build_once(key, goal.expression, MOST_TERMS // len(keys))
         return keys
 
@@ -103,7 +98,7 @@ class Library:
 
     def _count_fewest(self, key: str) -> int | None:
         """Count the tokens that a goal takes at least; None if nothing must occur, or must not."""
-        memory = Attribute.load(self._files(key)[0]).terms.memory
+        memory = self.shelf.attribute(key).terms.memory
         return None if memory is None else int(memory.fewest(self.hmm.vocab_size)[0])
 
     def goals(self, asked: Asked, keys: list[str]) -> tuple[Goal, ...]:
@@ -144,16 +139,6 @@ class Library:
             return []
         return self._listed[1]
 
-    def _is_there(self, key: str) -> bool:
-        with suppress(OSError):
-            os.utime(self._files(key)[1])  # used just now: not to be forgotten first
-            return True
-        return False
-
-    def _files(self, key: str) -> tuple[Path, Path]:
-        """Give where an attribute and its table are; the table comes last, when all is whole."""
-        return self.tables / f"{key}.attribute", self.tables / f"{key}.table"
-
     def _lookahead(self, key: str, expression: Expression) -> Lookahead:
         """Find a lookahead in memory, on disk, or build it."""
         with self._lock:
@@ -163,7 +148,7 @@ class Library:
                 return self._kept[key]
         self.observe("miss", 1)
         try:
-            found = self._read(key)
+            found = self.shelf.read(key, self.hmm, self.horizon)
         except ForetraceError:
             if self._key(expression) != key:
                 raise  # the attributes are others now: what was admitted cannot be built again
@@ -180,19 +165,6 @@ class Library:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return lookahead
 
-    def _read(self, key: str) -> Lookahead:
-        attribute_file, table_file = self._files(key)
-        tensors, _ = _io.read_tensors(table_file)
-        attribute = Attribute.load(attribute_file)
-        shape = (self.horizon + 1, len(attribute.terms), attribute.terms.states)
-        # Copies: the file may be forgotten while it is used, and small maps are many.
-        whole = (*shape, self.hmm.num_states)
-        values = _io.take_tensor(tensors, "values", whole, table_file).clone()
-        log_scales = _io.take_tensor(tensors, "log_scales", shape, table_file).clone()
-        if not bool(((values >= 0) & (values <= 1)).all() & (log_scales <= 0).all()):
-            raise InvalidFileError(f"{table_file} is damaged. Remove it: it will be built again.")
-        return Lookahead(self.hmm, attribute, self.horizon, tables=Tables(values, log_scales))
-
     def _build_once(self, key: str, expression: Expression, most: int) -> None:
         """Build a table, unless somebody else does so just now: then wait for it."""
         with self._lock:
@@ -201,7 +173,7 @@ class Library:
             try:
                 if (key, most) in self._refusals:
                     raise InvalidInputError(self._refusals[key, most])
-                if not self._is_there(key):
+                if not self.shelf.has(key):
                     self._build(key, expression, most)
             except InvalidInputError as error:
                 self._remember_refusal(key, most, str(error))
@@ -236,11 +208,8 @@ class Library:
                 f"all terms together. Use fewer or shorter texts, or fewer attributes."
             )
         lookahead = Lookahead(self.hmm, attribute, self.horizon)
-        attribute_file, table_file = self._files(key)
-        lookahead.attribute.save(attribute_file)
-        _io.write_tensors(table_file, lookahead.tables._asdict(), {})
+        self.shelf.write(key, lookahead)
         self.observe("build", perf_counter() - began)
-        self._forget_files()
         return lookahead
 
     def _spelling(self) -> Spelling:
@@ -271,20 +240,6 @@ class Library:
                 f"The attribute '{name}' cannot be used: its file is damaged, or of another LM."
             ) from error
 
-    def _forget_files(self) -> None:
-        """Remove the tables that were not used longest, if the folder has grown too large."""
-        found = sorted(_files_by_age(self.tables))
-        size = sum(own for _, own, _ in found)
-        if size <= self.disk:
-            return
-        for _, own, path in found:
-            if size <= FORGET * self.disk:
-                break
-            for each in (path, path.with_suffix(".attribute")):
-                with suppress(OSError):
-                    each.unlink()
-            size -= own
-
 
 def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | ForetraceError]:
     """Give why it failed instead of failing: that is remembered, too."""
@@ -296,28 +251,6 @@ def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | ForetraceE
             return error
 
     return tried
-
-
-def _own_folder(parent: Path) -> Path:
-    """Give a folder that nobody else can write to: what lies in it is believed."""
-    folder = parent / f"foretrace-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise InvalidInputError(
-            f"{folder} belongs to somebody else, or others can write to it. Give another folder "
-            f"for tables."
-        )
-    return folder
-
-
-def _files_by_age(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """List tables: when each was used last, and its size with that of its attribute."""
-    for path in folder.glob("*.table"):
-        with suppress(OSError):
-            facts = path.stat()
-            own = facts.st_size + path.with_suffix(".attribute").stat().st_size
-            yield facts.st_mtime, own, path
 
 
 @dataclass(frozen=True)
