@@ -3,9 +3,9 @@
 python benchmarks/plots.py STARTS.json docs/results
 """
 
+import argparse
 import json
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,8 +16,11 @@ AFTER = re.compile(r"(\d+) states, (\w+), (\d+) sequences: after EM")
 
 def main() -> None:
     """Draw likelihood against states, and against sequences."""
-    rows = json.loads(Path(sys.argv[1]).read_text())
-    folder = Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("starts", type=Path)
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    rows, folder = json.loads(given.starts.read_text()), given.folder
     found = [(*match.groups(), row["value"]) for row in rows if (match := AFTER.match(row["name"]))]
     points = [(int(states), start, int(many), float(value)) for states, start, many, value in found]
     most = max(many for _, _, many, _ in points)

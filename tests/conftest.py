@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from smollm2 import UnavailableError, find_smollm2
-from tiny_lm import write_tiny_lm
+from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,28 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny real LM."""
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     return write_tiny_lm(tmp_path_factory.mktemp("tiny-lm"))
+
+
+@pytest.fixture(scope="session")
+def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The LM, an HMM of it, and the folder of `odd`, `low` and `always`, as options."""
+    import torch
+
+    from foretrace.attribute import Attribute, AttributeStore
+    from foretrace.hmm import HMM, HMMConfig
+    from foretrace.vocabulary import fingerprint
+
+    folder = tmp_path_factory.mktemp("steered")
+    vocabulary = fingerprint(word_tokenizer().get_vocab())
+    hmm = HMM.random(8, len(WORDS), eos_token_id=0, seed=0)
+    config = HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=vocabulary)
+    HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(folder / "hmm")
+    store = AttributeStore(folder / "attributes")
+    number = torch.arange(len(WORDS)) - 1  # of the word; the first token ends texts
+    store.add(Attribute.from_weights((number % 2 == 1).float().clamp_min(1e-6), name="odd"))
+    store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="always"))
+    store.add(Attribute.from_weights((number < 32).float().clamp_min(1e-6), name="low"))
+    return [str(tiny_lm), "--hmm", str(folder / "hmm"), "--attributes", str(store.folder)]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A real server in a process of its own: `foretrace serve`, asked over HTTP."""
+"""A real server in a process of its own: `foretrace serve` or `playground`, over HTTP."""
 
 import asyncio
 import os
@@ -30,8 +30,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: Sequence[object], log: Path) -> Iterator[str]:
-    """Run a server until the block ends; give its address."""
+def serving(command: Sequence[object], log: Path, ready: str = "/health") -> Iterator[str]:
+    """Run a server until the block ends; give its address. `ready` is there once it is."""
     port = free_port()
     given = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, **ENVIRONMENT}
@@ -39,7 +39,7 @@ def serving(command: Sequence[object], log: Path) -> Iterator[str]:
         process = subprocess.Popen(given, stdout=file, stderr=file, env=environment)
     address = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, address, log)
+        _wait(process, address + ready, log)
         yield address
     finally:
         process.terminate()
@@ -57,7 +57,7 @@ def _wait(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
     end = time.monotonic() + SLOWEST_START
     while time.monotonic() < end and process.poll() is None:
         try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            urllib.request.urlopen(address, timeout=5).close()
         except OSError:
             time.sleep(0.5)
         else:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrace.attribute import parse
+from foretrace.attribute import as_expression, parse
 from foretrace.errors import InvalidInputError
 
 MENTIONS = ["mentions()", 'mentions("a"', r'mentions("\x")', 'mentions("a", )']
@@ -116,3 +116,8 @@ def test_python_agrees(text: str) -> None:
     if '"' not in text:
         names = {name: Shown(name) for name in parse(text).names}
         assert eval(text.strip(), {}, names).text == ours
+
+
+@pytest.mark.parametrize("name", ["nontoxic", "user-17", "7th", "Twilight Sparkle", "A & B", "("])
+def test_a_name_as_an_expression_is_read_as_that_name(name: str) -> None:
+    assert parse(as_expression(name)).names == (name,)

@@ -11,7 +11,7 @@ import pytest
 
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
-from tiny_lm import WORDS, write_tiny_lm
+from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
 W7 = WORDS.index("w7")
 
@@ -179,7 +179,7 @@ def test_a_name_may_look_like_markup(scored: Path, tiny_lm: Path, tmp_path: Path
 def test_another_tokenizer_is_an_error_in_words(
     scored: Path, tiny_lm: Path, tmp_path: Path
 ) -> None:
-    other = write_tiny_lm(tmp_path / "other", [WORDS[0], *reversed(WORDS[1:])])
+    other = write_tiny_lm(tmp_path / "other", word_tokenizer([WORDS[0], *reversed(WORDS[1:])]))
     out = tmp_path / "a.safetensors"
     run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out)
     shown = run("attribute", "show", out, "--tokenizer", other)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrace.cli.page import colour, split_text
+from foretrace.cli.account import split_text
+from foretrace.cli.page import colour
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from foretrace.distill import EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import Advance, publish
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm.storage import named_tensors
-from tiny_lm import WORDS, write_tiny_lm
+from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("faiss", reason="needs the extra `transformers`")
@@ -161,7 +161,7 @@ def test_another_tokenizer_than_the_corpus(tmp_path: Path, tiny_lm: Path, finish
     import shutil
 
     shutil.copytree(finished / "work" / "corpus", tmp_path / "out" / "work" / "corpus")
-    model = write_tiny_lm(tmp_path / tiny_lm.name, [WORDS[0], *reversed(WORDS[1:])])
+    model = write_tiny_lm(tmp_path / tiny_lm.name, word_tokenizer([WORDS[0], *reversed(WORDS[1:])]))
     with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
         ft.distill(str(model), CONFIG, out=tmp_path / "out", prompts=["w1 w2 w3"])
 

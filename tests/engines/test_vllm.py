@@ -17,9 +17,12 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
+from foretrace.cli.playground.author import Wish
+from foretrace.cli.playground.server import ServerAuthor
 from foretrace.engines.asked import read_asked
 from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
+from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.vocabulary import fingerprint
 from random_attributes import write_random
@@ -270,3 +273,19 @@ def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
     assert float(preempted[0].split()[-1]) > 0
     alone = [_tokens(answer) for answer in ask_all(address, requests, concurrency=1)]
     assert together == alone
+
+
+def test_the_playground_asks_a_server(crowded: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, names = crowded
+    author = ServerAuthor(address, tmp_path)
+    wish = Wish("w1 w2", f"{names[0]} & ~{names[1]}", strength=3, max_new_tokens=8, seed=1)
+    for steer in (False, True):
+        heard: list[str] = []
+        told = author.write(wish, steer, heard.append)
+        assert told.text.strip()
+        assert heard[-1] == told.text
+        assert author.write(wish, steer, lambda _: None).text == told.text
+    with pytest.raises(InvalidInputError, match=r"The server says: .*no attribute"):
+        author.write(Wish("w1", "nobody"), True, lambda _: None)
+    with pytest.raises(InvalidInputError, match="No server answers"):
+        ServerAuthor("http://127.0.0.1:9", tmp_path).write(wish, True, lambda _: None)

@@ -123,3 +123,9 @@ def test_a_curve_at_the_price_of_a_rival() -> None:
     upward = metrics.at_equal_price(_point(0.7, 14.0), [start, _point(0.9, 14.0)], 0.8)
     assert upward is not None
     assert upward.value == pytest.approx(0.9 - 0.7)
+
+
+def test_rank_correlation_of_what_never_changes_is_not_a_number() -> None:
+    assert metrics.rank_correlation([1, 2, 3], [10, 20, 40]) == pytest.approx(1)
+    assert metrics.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert np.isnan(metrics.rank_correlation([1, 2, 3], [5, 5, 5]))

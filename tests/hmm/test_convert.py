@@ -1,6 +1,5 @@
 """Checkpoints in the layouts of TRACE and Ctrl-G give the HMM that they were made from."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,7 @@ from safetensors.torch import save_file
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
 from foretrace.hmm.convert import read_published
-
-
-def write_published(folder: Path, hmm: HMM, layout: str) -> None:
-    """Write an HMM as TRACE or Ctrl-G would."""
-    identity = torch.eye(hmm.num_states, dtype=hmm.initial.dtype)
-    tensors = {
-        "alpha_exp": hmm.transition.predict(identity),
-        "beta": hmm.emission.predict(identity).log(),  # (h, V), state-major
-    }
-    if layout == "trace":
-        tensors["gamma_exp"] = hmm.initial[None].clone()
-        config = {"hidden_size": 8, "vocab_size": 30, "eos_token_id": 5, "sep_token_id": None}
-    else:
-        tensors["gamma"] = hmm.initial.log()
-        config = {"hidden_states": 8, "vocab_size": 30, "eos_token_id": 5}
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+from published import write_published
 
 
 @pytest.mark.parametrize("layout", ["trace", "ctrl-g"])

@@ -2,7 +2,7 @@
 
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
-from foretrace.attribute.expression import Expression, parse
+from foretrace.attribute.expression import Expression, as_expression, parse
 from foretrace.attribute.fit import FitConfig
 from foretrace.attribute.store import AttributeStore
 from foretrace.attribute.text import Windows, tokenize
@@ -17,6 +17,7 @@ __all__ = [
     "LogitAffine",
     "TokenEffect",
     "Windows",
+    "as_expression",
     "parse",
     "tokenize",
 ]

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from foretrace.attribute.lookup import lookup
 from foretrace.errors import InvalidInputError
 
 MOST_STATES = 512  # every state multiplies the tables of a lookahead
@@ -78,9 +79,7 @@ class Automaton:
         """Give the classes of tokens: (...) ids -> (...)."""
         if not len(self.tokens):
             return torch.zeros_like(tokens)
-        place = torch.searchsorted(self.tokens, tokens.to(self.tokens.dtype))
-        place.clamp_(max=len(self.tokens) - 1)
-        found = self.tokens[place] == tokens
+        place, found = lookup(self.tokens, tokens)
         return torch.where(found, self.classes[place].to(tokens.dtype), 0)
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:

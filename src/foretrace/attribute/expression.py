@@ -11,9 +11,10 @@ from typing import Protocol, Self, TypeVar
 from foretrace.errors import InvalidInputError
 
 STRING = r'"(?:[^"\\]|\\.)*"'
+WORD = r"[^\W\d][\w.-]*"
 TOKEN = re.compile(
     rf"\s*(?:mentions\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
-    r'|(?P<name>[^\W\d][\w.-]*)|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))'
+    rf'|(?P<name>{WORD})|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))'
 )
 LONGEST = 10_000  # characters: more than anybody writes, and soon parsed
 
@@ -106,6 +107,11 @@ def parse(text: str) -> Expression:
     `mentions("refund", "money back")` is that a text contains one of these, written as in JSON.
     """
     return _Parser(text).whole()
+
+
+def as_expression(name: str) -> str:
+    """Write the name of an attribute so that it is read as one: in quotes, unless it is a word."""
+    return name if re.fullmatch(WORD, name) else f'"{name}"'
 
 
 class _Parser:

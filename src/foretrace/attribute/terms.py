@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foretrace.attribute.lookup import lookup
 from foretrace.attribute.memory import Memory, together
 from foretrace.errors import InvalidInputError
 
@@ -154,9 +155,7 @@ class Terms:
             sums += self.memory.log_finals(tokens, texts, count)
         if not len(self.tokens):
             return sums
-        place = torch.searchsorted(self.tokens, tokens.to(self.tokens.dtype))
-        place.clamp_(max=len(self.tokens) - 1)
-        weighted = self.tokens[place] == tokens
+        place, weighted = lookup(self.tokens, tokens)
         place, texts = place[weighted], texts[weighted]
         for term, weights in enumerate(self.log_weights):  # one by one: there may be a thousand
             sums[:, term].index_add_(0, texts, weights[place].double())

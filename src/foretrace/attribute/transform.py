@@ -37,6 +37,11 @@ class LogitAffine:
         return torch.sigmoid(self.scale * torch.logit(probability) + self.shift)
 
 
+def log_common(log_size: Tensor, scale: Tensor | float, shift: Tensor | float) -> Tensor:
+    """Give what `log_transformed` finds common to all shares of a size."""
+    return (log_size * scale + shift).clamp_max_(0.0)
+
+
 def log_transformed(
     share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
 ) -> tuple[Tensor, Tensor]:
@@ -51,5 +56,5 @@ def log_transformed(
     logit = share.log_().sub_(rest.log_()).mul_(scale)
     offset = log_size * scale + shift
     tail = torch.add(logit, offset, out=rest).abs_().sigmoid_().log_()
-    positive, negative = offset.clamp_min(0.0), offset.clamp_max(0.0)
-    return logit.add_(positive).minimum(-negative).add_(tail), negative
+    positive, common = offset.clamp_min(0.0), log_common(log_size, scale, shift)
+    return logit.add_(positive).minimum(-common).add_(tail), common

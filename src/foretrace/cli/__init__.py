@@ -16,6 +16,7 @@ from foretrace.cli import (
     generate,
     hmm,
     judge,
+    playground,
     serve,
 )
 from foretrace.errors import ForetraceError
@@ -34,6 +35,7 @@ app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=fidelity.EPILOG)(fidelity.fidelity)
 app.command(epilog=serve.EPILOG, context_settings=serve.CONTEXT)(serve.serve)
+app.command(epilog=playground.EPILOG)(playground.playground)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")

@@ -4,8 +4,9 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -67,14 +68,20 @@ def _parts() -> Iterator[Part]:
 
 def _version(name: str) -> str | None:
     """Find a package's version, also if it goes by another name, as vLLM for CPUs does."""
-    from importlib.metadata import PackageNotFoundError, packages_distributions, version
+    from importlib.metadata import PackageNotFoundError, version
 
-    for each in (name, *packages_distributions().get(name, [])):
-        try:
-            return version(each)
-        except PackageNotFoundError:
-            continue
-    return None
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return next((version(each) for each in _providers().get(name, [])), None)
+
+
+@cache
+def _providers() -> Mapping[str, list[str]]:
+    """List which package provides each module: all that is installed is looked at."""
+    from importlib.metadata import packages_distributions
+
+    return packages_distributions()
 
 
 def _extras(parts: list[Part]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """`foretrace explain`: why each token of a text, as a table and as a page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,8 @@ from foretrace.cli import goal as goals_of
 from foretrace.cli.lm import load_lm
 
 if TYPE_CHECKING:
-    from foretrace.engines.explain import Candidate, Choice
+    from foretrace.cli.account import Account
+    from foretrace.engines.explain import Candidate
 
 EPILOG = (
     "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic "
@@ -43,9 +44,9 @@ def explain(
     """Show why each token: the LM's probability, the EAP, and the steered probability."""
     import torch
 
-    from foretrace.cli.page import Heading, split_text, write_page
-    from foretrace.engines.explain import explain as account
-    from foretrace.engines.transformers import decode_after, encode_prompts, generate_tokens
+    from foretrace.cli.account import account_for
+    from foretrace.cli.page import Heading, write_page
+    from foretrace.engines.transformers import encode_prompts, generate_tokens
 
     lm, tokenizer = load_lm(model, dtype, device)
     known = goals_of.load_hmm(hmm, tokenizer, lm.device)
@@ -61,27 +62,22 @@ def explain(
         )
     else:
         written = tokenizer(text, add_special_tokens=False).input_ids
-    choices = account(
+    account = account_for(
         lm,
+        tokenizer,
         given,
         written,
         goals,
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
-
-    def shown(token: int) -> str:
-        after: str = decode_after(tokenizer, given, [token])
-        return after or str(tokenizer.decode([token]))  # special tokens say nothing in a text
-
-    _print(choices, goal, shown)
+    _print(account, goal)
     if html is not None:
-        pieces = split_text(lambda tokens: decode_after(tokenizer, given, tokens), written)
-        write_page(html, choices, pieces, shown, Heading(prompt, goal, strength, shift))
+        write_page(html, account, Heading(prompt, goal, strength, shift))
         typer.echo(f"written to {html}")
 
 
-def _print(choices: "Sequence[Choice]", goals: Sequence[str], shown: Callable[[int], str]) -> None:
+def _print(account: "Account", goals: Sequence[str]) -> None:
     """Print a section for each place: what was written, and what else might have been."""
     from rich.console import Console
     from rich.table import Table
@@ -90,10 +86,10 @@ def _print(choices: "Sequence[Choice]", goals: Sequence[str], shown: Callable[[i
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered"):
         table.add_column(Text(name), justify="left" if name in ("", "token") else "right")
-    for choice in choices:
+    for choice in account.choices:
         for each in choice.candidates:
             chosen = each is choice.written
-            cells = [">" if chosen else "", repr(shown(each.token)), *_figures(each)]
+            cells = [">" if chosen else "", repr(account.shown(each.token)), *_figures(each)]
             table.add_row(*map(Text, cells), style="bold" if chosen else "dim")
         table.add_section()
     Console().print(table)

@@ -157,7 +157,11 @@ def _as_json(writer: Writer, prompts: Sequence[str], seed: int, compare: bool) -
     steered = writer.write(prompts, seed)
     bare = writer.write(prompts, seed, steered=False) if compare else [None] * len(prompts)
     for prompt, own, other in zip(prompts, steered, bare, strict=True):
-        row: dict[str, Any] = {"prompt": prompt, **vars(own)}
+        row: dict[str, Any] = {"prompt": prompt, **_row(own)}
         if other is not None:
-            row["bare"] = vars(other)
+            row["bare"] = _row(other)
         typer.echo(json.dumps(row, ensure_ascii=False))
+
+
+def _row(written: Written) -> dict[str, Any]:
+    return {"text": written.text, "probability": written.probability}

@@ -1,5 +1,6 @@
 """What verbs that steer have in common: the goals, and how to write."""
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,13 +71,14 @@ def load_goals(
     """Build the goals that were asked for, each with its strength and shift; constraints last."""
     from foretrace.attribute import AttributeStore, Expression, parse
     from foretrace.engines.asked import constraint
-    from foretrace.engines.spelling import mentions
+    from foretrace.engines.spelling import Spelling
     from foretrace.lookahead import Goal, Lookahead
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
+    spelling = cache(Spelling.of)  # if it is needed at all, and then once
 
     def lookahead(expression: Expression, reach: int = horizon) -> Lookahead:
-        built = expression.build(store, lambda each: mentions(each.texts, tokenizer))
+        built = expression.build(store, lambda each: spelling(tokenizer).mentions(each.texts))
         return Lookahead(hmm, built, reach)
 
     lookaheads = [lookahead(parse(text)) for text in expressions]

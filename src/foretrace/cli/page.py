@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretrace._io import written_aside
 
 if TYPE_CHECKING:
+    from foretrace.cli.account import Account
     from foretrace.engines.explain import Choice
 
 LOW, HIGH, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
@@ -38,19 +39,10 @@ class Heading:
         )
 
 
-def write_page(
-    path: Path,
-    choices: "Sequence[Choice]",
-    pieces: Sequence[str],
-    shown: Callable[[int], str],
-    heading: Heading,
-) -> None:
-    """Write the text coloured by EAP, the EAP along it, and the candidates at each place.
-
-    `pieces` are what each token adds to the text; `shown` tells what a candidate would.
-    """
-    goals = heading.goals
-    places = [_place(choice, shown) for choice in choices]
+def write_page(path: Path, account: "Account", heading: Heading) -> None:
+    """Write the text coloured by EAP, the EAP along it, and the candidates at each place."""
+    goals, pieces, choices = heading.goals, account.pieces, account.choices
+    places = [_place(choice, account.shown) for choice in choices]
     page = Template(files("foretrace.cli").joinpath("page.html").read_text("utf-8")).substitute(
         goals=escape(", ".join(goals)),
         settings=escape(heading.settings),
@@ -63,17 +55,6 @@ def write_page(
     )
     with written_aside(path) as scratch:
         scratch.write_text(page, "utf-8")
-
-
-def split_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
-    """Split a text into what each token adds; one that ends within a character adds nothing."""
-    pieces, before = [], ""
-    for count in range(1, len(tokens) + 1):
-        text = decode(tokens[:count])
-        whole = count == len(tokens) or not text.endswith("�")
-        pieces.append(text.removeprefix(before) if whole else "")
-        before = text if whole else before
-    return pieces
 
 
 def _place(choice: "Choice", shown: Callable[[int], str]) -> list[Any]:

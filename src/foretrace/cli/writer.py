@@ -17,6 +17,7 @@ class Written:
 
     text: str
     probability: tuple[float, ...]
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Writer:
         counted = [[token for token in row if token not in ends] for row in tokens]
         likely = [goal.lookahead.attribute.probability(counted) for goal in self.goals]
         return [
-            Written(text, tuple(float(each[row]) for each in likely))
+            Written(text, tuple(float(each[row]) for each in likely), tuple(tokens[row]))
             for row, text in enumerate(texts)
         ]
 

@@ -18,7 +18,6 @@ from threading import Lock
 from time import perf_counter
 
 from foretrace.attribute import Attribute, AttributeStore, Expression
-from foretrace.attribute.expression import Mention
 from foretrace.engines.asked import Asked
 from foretrace.engines.shelf import Shelf
 from foretrace.engines.spelling import Spelling
@@ -199,7 +198,9 @@ class Library:
                 f"The goal comes to {terms.count} terms, and {most} is the most here. Use fewer "
                 f"attributes in one expression."
             )
-        attribute = expression.build(attributes, self._mention)
+        attribute = expression.build(
+            attributes, lambda mention: self._spelling().mentions(mention.texts)
+        )
         states, count = attribute.terms.states, len(attribute.terms)
         if states > MOST_STATES or states * count > MOST_TABLES:
             raise InvalidInputError(
@@ -223,11 +224,6 @@ class Library:
         if isinstance(found, ForetraceError):
             raise InvalidInputError(f"This server's tokenizer cannot be used: {found}")
         return found
-
-    def _mention(self, mention: Mention) -> Attribute:
-        known = self.hmm.config.tokenizer_fingerprint
-        spelled = self._spelling().tokens
-        return Attribute.occurrence(mention.texts, spelled, tokenizer_fingerprint=known)
 
     def _load(self, name: str) -> Attribute:
         try:

@@ -87,9 +87,9 @@ def _spelled(source: str, expected: str | None) -> "Spelling":
     """Read what the tokens of the LM stand for; those of another tokenizer are refused."""
     from transformers import AutoTokenizer
 
-    from foretrace.engines.spelling import Spelling, spelled
-    from foretrace.vocabulary import fingerprint, require_same_fingerprint
+    from foretrace.engines.spelling import Spelling
+    from foretrace.vocabulary import require_same_fingerprint
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    require_same_fingerprint("The HMM", expected, fingerprint(tokenizer.get_vocab()))
-    return Spelling(spelled(tokenizer))
+    found = Spelling.of(AutoTokenizer.from_pretrained(source))
+    require_same_fingerprint("The HMM", expected, found.tokenizer_fingerprint)
+    return found

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
 from foretrace.attribute import Attribute
@@ -24,6 +24,17 @@ class Spelling:
     """What each token of a tokenizer adds to a text."""
 
     tokens: Sequence[bytes]
+    tokenizer_fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Find it out; ask it for several texts rather than the tokenizer for each."""
+        return cls(spelled(tokenizer), fingerprint(tokenizer.get_vocab()))
+
+    def mentions(self, texts: str | Sequence[str]) -> Attribute:
+        """Make the attribute that a text contains this one, or any of these."""
+        known = self.tokenizer_fingerprint
+        return Attribute.occurrence(texts, self.tokens, tokenizer_fingerprint=known)
 
     @cached_property
     def identity(self) -> int:
@@ -37,8 +48,7 @@ def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -
     Capitals count, and a text may be found within a word. It joins others as any attribute does:
     `nontoxic & mentions("refund", tokenizer) & ~mentions(["sorry", "apolog"], tokenizer)`.
     """
-    known = fingerprint(tokenizer.get_vocab())
-    return Attribute.occurrence(texts, spelled(tokenizer), tokenizer_fingerprint=known)
+    return Spelling.of(tokenizer).mentions(texts)
 
 
 def spelled(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from foretrace.engines.sampler import Sampler
 from foretrace.errors import InvalidInputError
+from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead, Request, Steering
@@ -47,13 +48,11 @@ class Fidelity:
 
     def summary(self) -> dict[str, Any]:
         """Give rank correlations, calibration and concordance."""
-        from scipy.stats import spearmanr
-
         across = {}
         for ahead, expected in self.expected.items():
             observed = self.observed[ahead]
             across[ahead] = {
-                "spearman": float(spearmanr(expected, observed).statistic),
+                "spearman": rank_correlation(expected, observed),
                 "expected": float(np.mean(expected)),
                 "observed": float(np.mean(observed)),
                 "calibration": calibration(expected, observed),

@@ -221,3 +221,12 @@ def _interval(value: float, values: Floats) -> Interval:
         return Interval(value, float("nan"), float("nan"))
     low, high = np.quantile(finite, [0.025, 0.975])
     return Interval(value, float(low), float(high))
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Give Spearman's; not a number where one of them never changes."""
+    from scipy.stats import spearmanr
+
+    if len(set(ours)) < 2 or len(set(theirs)) < 2:
+        return float("nan")
+    return float(spearmanr(ours, theirs).statistic)

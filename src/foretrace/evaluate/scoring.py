@@ -12,6 +12,7 @@ from foretrace.attribute import tokenize
 from foretrace.errors import InvalidFileError
 from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge
 from foretrace.evaluate.linear_judge import LinearJudge
+from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.perspective import perspective_judge
 from foretrace.evaluate.preparation import (
     Builder,
@@ -142,7 +143,6 @@ class Scorer:
 
     def _agreement(self) -> dict[str, Any]:
         """Compare with scores that others gave: Spearman's rank correlation, and AUC at 0.5."""
-        from scipy.stats import spearmanr
         from sklearn.metrics import roc_auc_score
 
         plan = self.plan.calibration
@@ -159,7 +159,7 @@ class Scorer:
         return {
             "calibrated on": plan.file,
             "texts": len(pairs),
-            "spearman": float(spearmanr(ours, theirs).statistic),
+            "spearman": rank_correlation(ours.tolist(), theirs.tolist()),
             "auc at 0.5": float(roc_auc_score(theirs > 0.5, ours)),
         }
 

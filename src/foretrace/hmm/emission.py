@@ -87,7 +87,13 @@ class Part(NamedTuple):
         """Give the same of some of the tokens."""
         if block.start == 0 and block.stop == len(self.background):
             return self
-        return Part(_rows(self.matrix, block), self.background[block], self.leak)
+        matrix = self.matrix
+        if matrix.is_sparse_csr:
+            ends = matrix.crow_indices()[[block.start, block.stop]].tolist()
+            some = csr_rows(matrix, block, slice(*ends))
+        else:
+            some = matrix[block]
+        return Part(some, self.background[block], self.leak)
 
     def predict(self, beliefs: Tensor) -> Tensor:
         """Give p(x) token-major, of beliefs as columns: (h, n) -> (M, n)."""
@@ -195,18 +201,11 @@ class DenseEmission:
         return type(self)(table)
 
 
-def _rows(matrix: Tensor, block: slice) -> Tensor:
-    """Give some rows of a matrix, dense or CSR."""
-    if not matrix.is_sparse_csr:
-        return matrix[block]
+def csr_rows(matrix: Tensor, block: slice, entries: slice) -> Tensor:
+    """Give some rows of a sparse matrix; `entries` are theirs, from the first to the last."""
     offsets = matrix.crow_indices()[block.start : block.stop + 1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    return csr(
-        offsets - offsets[0],
-        matrix.col_indices()[first:last],
-        matrix.values()[first:last],
-        (block.stop - block.start, matrix.shape[1]),
-    )
+    columns, values = matrix.col_indices()[entries], matrix.values()[entries]
+    return csr(offsets - offsets[0], columns, values, (len(offsets) - 1, matrix.shape[1]))
 
 
 def csr(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
-from foretrace.hmm.emission import Part, csr, uniforms
+from foretrace.hmm.emission import Part, csr, csr_rows, uniforms
 from foretrace.hmm.probability import (
     blocks_of,
     require_table_dtype,
@@ -187,11 +187,8 @@ class SparseEmission:
         """Give the entries of a block of tokens as a matrix: (block, h)."""
         if block == slice(0, self.vocab_size):
             return self._matrix
-        offsets = self.offsets[block.start : block.stop + 1]
-        own = slice(*self._bounds[[block.start, block.stop]].tolist())
-        values = self._matrix.values()[own]
-        shape = (len(offsets) - 1, self.num_states)
-        return csr(offsets - offsets[0], self.states[own], values, shape)
+        own = slice(*self._bounds[[block.start, block.stop]].tolist())  # known without waiting
+        return csr_rows(self._matrix, block, own)
 
     def part(self, tokens: Tensor) -> Part:
         """Give what is said of some tokens alone: (M,) ids."""

@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foretrace.attribute.transform import log_transformed
+from foretrace.attribute.transform import log_common, log_transformed
 from foretrace.hmm import inference
 from foretrace.hmm.probability import blocks_of
-from foretrace.lookahead.goal import Goal
+from foretrace.lookahead.group import transform_of
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.row import Row
+from foretrace.lookahead.row import Pursuit, Row, pursuits
 from foretrace.lookahead.tables import NEVER, never_in
 
 MOST_ELEMENTS = 1 << 22  # numbers at once
+NOTHING = 1e4  # nats: what is so much less probable will not be written
+FORGOTTEN = -1e9  # the logarithm of a past that is impossible: what is added to it keeps its digits
 
 
 @dataclass
@@ -22,11 +24,12 @@ class Exceptions:
     """Rows whose goals have one lookahead, and with it one automaton."""
 
     lookahead: Lookahead
-    places: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    goals: list[Goal] = field(default_factory=list)
-    past: list[Tensor] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
+    pursued: list[Pursuit] = field(default_factory=list)
+
+    @property
+    def places(self) -> list[int]:
+        """Of the rows, among others."""
+        return [each.place for each in self.pursued]
 
     def correct_(self, logits: Tensor) -> Tensor:
         """Give these tokens factors of their own, in place of those that all others have: (n,).
@@ -34,7 +37,7 @@ class Exceptions:
         Sizes of expectations may differ beyond float32. They are told from that of all others on,
         unless it is nothing beside the largest; what they are told from is given back.
         """
-        reckoning = _Reckoning(self)
+        reckoning = _Reckoning(self.lookahead, self.pursued)
         reading, states = reckoning.reading, reckoning.states
         rows = torch.tensor(self.places, device=logits.device)[:, None]
         late, too_late = self._too_late(states)
@@ -65,14 +68,13 @@ class Exceptions:
         This is certain; that the HMM thinks it improbable is not.
         """
         reading = self.lookahead.remembered
-        left = [row.request.left(row.written) for row in self.rows]
-        room = torch.tensor(left, device=states.device)
+        room = torch.tensor([each.left for each in self.pursued], device=states.device)
         fewest = reading.fewest[reading.moves[states]]  # (n, C)
         return fewest[:, 0] > room, fewest[:, reading.classes] > room[:, None]
 
     def _forbid_ends_(self, logits: Tensor, rows: Tensor, states: Tensor) -> None:
         """Let no text end before it may, unless there is nothing else that it can do."""
-        known = [row.request.ends for row in self.rows]
+        known = [each.row.request.ends for each in self.pursued]
         width = max(map(len, known))
         if not width:
             return
@@ -88,36 +90,30 @@ class Exceptions:
 class _Reckoning:
     """EAP of an automaton's tokens, for the targets that they lead to, and as if for class 0's."""
 
-    def __init__(self, asked: Exceptions) -> None:
-        lookahead = asked.lookahead
+    def __init__(self, lookahead: Lookahead, pursued: Sequence[Pursuit]) -> None:
         self.lookahead, self.reading = lookahead, lookahead.remembered
-        self.states = torch.cat(asked.states)  # (n,)
+        self.states = torch.cat([each.state for each in pursued if each.state is not None])  # (n,)
         targets = self.reading.targets[self.states]  # (n, D)
-        left = [row.request.left(row.written) for row in asked.rows]
-        chosen = [lookahead.ahead(*each) for each in zip(left, targets, strict=True)]
-        scales = [lookahead.log_scale(*each) for each in zip(left, targets, strict=True)]
-        predicted = torch.stack([row.predicted for row in asked.rows])  # (n, h)
+        sought = [(each.left, own) for each, own in zip(pursued, targets, strict=True)]
+        chosen = [lookahead.ahead(*each) for each in sought]
+        scales = [lookahead.log_scale(*each) for each in sought]
+        predicted = torch.stack([each.row.predicted for each in pursued])  # (n, h)
         weighted = torch.stack(chosen) * predicted[:, None, None]  # (n, K, D, h)
         self.average = weighted.sum(-1)  # (n, K, D)
         self.beliefs = torch.cat([predicted, weighted.flatten(0, 2)]).T  # (h, n (1 + K D))
-        past = torch.stack(asked.past).clamp_min(FORGOTTEN).unsqueeze(-1)
+        past = torch.stack([each.past for each in pursued]).clamp_min(FORGOTTEN).unsqueeze(-1)
         sizes = (past + torch.stack(scales)).clamp_min(NEVER)  # (n, K, D) float64
         self.size = sizes.amax(1)  # (n, D)
         coefficients = lookahead.coefficients[:, None]
         self.shares = (coefficients * (sizes - self.size[:, None]).exp()).to(predicted)
-        goals = torch.tensor([(goal.strength, goal.shift) for goal in asked.goals])
-        whole = asked.goals[0].transform.identity
-        self.transform = None if whole else goals.to(self.size).T  # (2, n)
-        self.sums = self._common()  # (n, D)
+        # (n, 1) each: to all targets of a row
+        found = transform_of([each.goal for each in pursued], self.size)
+        self.transform = None if found is None else [part.unsqueeze(-1) for part in found]
+        self.sums = self.size  # (n, D): what is common to all tokens of a target
+        if self.transform is not None:
+            self.sums = log_common(self.size, *self.transform)
         self.common = self.sums[:, 0]
         self.base = torch.maximum(self.common, self.sums.amax(1) - NOTHING)
-
-    def _common(self) -> Tensor:
-        """Give what is common to all tokens of a target, as `Group.log_factors` does: (n, D)."""
-        if self.transform is None:
-            return self.size
-        scale, shift = self.transform.unsqueeze(-1)
-        return torch.addcmul(shift, self.size, scale).clamp_max_(0.0)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Give log f(EAP), less what is common, some tokens at a time: their own, and others'."""
@@ -149,26 +145,14 @@ class _Reckoning:
         size = self.size.gather(1, column).to(share)
         if self.transform is None:
             return share.log_().minimum(-size)
-        scale, shift = self.transform.to(share).unsqueeze(-1)
-        return log_transformed(share, size, scale, shift)[0]
-
-
-NOTHING = 1e4  # nats: what is so much less probable will not be written
-FORGOTTEN = -1e9  # the logarithm of a past that is impossible: what is added to it keeps its digits
+        return log_transformed(share, size, *(part.to(share) for part in self.transform))[0]
 
 
 def exceptions(rows: Sequence[tuple[int, Row]]) -> list[Exceptions]:
     """Find the goals of rows that have automata; what is not transformed stays apart."""
     found: dict[tuple[int, bool], Exceptions] = {}
-    for place, row in rows:
-        for goal, past, state in zip(row.request.goals, row.past, row.states, strict=True):
-            if state is None:
-                continue
-            key = (id(goal.lookahead), goal.transform.identity)
-            own = found.setdefault(key, Exceptions(goal.lookahead))
-            own.places.append(place)
-            own.rows.append(row)
-            own.goals.append(goal)
-            own.past.append(past)
-            own.states.append(state)
+    for each in pursuits(rows):
+        if each.state is not None:
+            key = (id(each.goal.lookahead), each.goal.transform.identity)
+            found.setdefault(key, Exceptions(each.goal.lookahead)).pursued.append(each)
     return list(found.values())

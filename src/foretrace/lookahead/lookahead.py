@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import Attribute
+from foretrace.attribute.lookup import lookup
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
@@ -131,9 +132,8 @@ class Lookahead:
         """Give the log-weights of tokens, of every term: (...) ids -> (..., K) float64."""
         if not len(self.tokens):
             return self.coefficients.new_zeros(*tokens.shape, len(self.terms))
-        place = torch.searchsorted(self.tokens, tokens).clamp_max(len(self.tokens) - 1)
-        found = (self.tokens[place] == tokens).unsqueeze(-1)
-        return torch.where(found, self._log_weights[place], 0.0)
+        place, found = lookup(self.tokens, tokens)
+        return torch.where(found.unsqueeze(-1), self._log_weights[place], 0.0)
 
     def eap(self, prefix: Tensor, remaining: int) -> Tensor:
         """Give the EAP of every next token after a 1-D prefix; `remaining` follow it: (V,).

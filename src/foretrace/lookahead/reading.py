@@ -5,6 +5,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from foretrace.attribute.lookup import lookup
 from foretrace.attribute.memory import Memory
 from foretrace.hmm import HMM
 from foretrace.hmm.emission import Part
@@ -56,6 +57,5 @@ class Reading(NamedTuple):
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Move: (...) states, (...) ids -> (...)."""
-        place = torch.searchsorted(self.tokens, tokens).clamp_max(len(self.tokens) - 1)
-        classes = torch.where(self.tokens[place] == tokens, self.classes[place], 0)
-        return self.moves[states, classes]
+        place, found = lookup(self.tokens, tokens)
+        return self.moves[states, torch.where(found, self.classes[place], 0)]

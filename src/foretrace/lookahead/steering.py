@@ -131,7 +131,7 @@ class Steering:
         if not steered:
             return logits
         states = torch.stack([row.predicted for _, row in steered], 1)  # (h, n)
-        groups = [Group(asked, states) for asked in by_kind([row for _, row in steered])]
+        groups = [Group(pursued, states) for pursued in by_kind([row for _, row in steered])]
         if self.observe is not None:
             for group in groups:
                 self._tell(group, self.observe)
@@ -143,17 +143,20 @@ class Steering:
         most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
         size = max(FEWEST_TOKENS, most // stacked.shape[1])
         for block, product in self.hmm.emission.predict_blocks(stacked, size):
-            found, common = self._log_factors(product, len(steered), groups, block)
-            factors = transposed(found).to(logits)
+            factors = transposed(self._log_factors(product, len(steered), groups, block)).to(logits)
             if len(places) == len(logits):
                 logits[:, block].add_(factors)
             else:  # several times as fast as to add where the places are
                 logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
-        order = {place: at for at, (place, _) in enumerate(steered)}
-        for apart in exceptions(steered):
-            common[[order[place] for place in apart.places]] += apart.correct_(logits)
+        corrected = [(apart.places, apart.correct_(logits)) for apart in exceptions(steered)]
         if self.absolute:
-            logits[places] += common[:, None].to(logits)
+            common = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+            for group in groups:
+                own = places[group.index[group.plain].to(places.device)]
+                common.index_add_(0, own, group.common[group.plain].to(common))
+            for own_places, base in corrected:
+                common[own_places] += base.to(common)
+            logits += common[:, None].to(logits)
         if logits.shape[1] > self.hmm.vocab_size:
             logits[places, self.hmm.vocab_size :] = -torch.inf
         if ends is not None:
@@ -162,27 +165,24 @@ class Steering:
 
     def _log_factors(
         self, product: Tensor, rows: int, groups: Sequence[Group], block: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Give the sum of log f(EAP) over each row's goals, of every token of a block.
+    ) -> Tensor:
+        """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n).
 
-        What differs, (b, n), and what is common to all tokens, (n,) float64; but of goals with
-        automata that is found later.
+        What is common to all tokens is left out.
         """
         widths = [group.weighted.shape[1] for group in groups]
         probability, *joints = torch.split(product, [rows, *widths], 1)
         total: Tensor | None = None
-        whole = torch.zeros(rows, dtype=torch.float64, device=product.device)
         for group, joint in zip(groups, joints, strict=True):
             own = probability if group.whole else probability[:, group.places]
-            factors, common = group.log_factors(joint, own, block)
-            whole.index_add_(0, group.index[group.plain], common[group.plain].double())
+            factors = group.log_factors(joint, own, block)
             if group.whole and total is None:
                 total = factors  # one kind for all: nothing to add up
             else:
                 total = torch.zeros_like(probability) if total is None else total
                 total.index_add_(1, group.index, factors)
         assert total is not None  # every row here has a goal
-        return total, whole
+        return total
 
     def _tell(self, group: Group, observe: Callable[[Tensor], None]) -> None:
         """Tell the EAP of texts; what must occur is certain, and not told."""

@@ -1,0 +1,54 @@
+"""Two texts as HTML, side by side: each token coloured by its EAP, its candidates at hand."""
+
+from html import escape
+from math import prod
+from typing import TYPE_CHECKING
+
+from foretrace.cli.page import colour
+
+if TYPE_CHECKING:
+    from foretrace.cli.account import Account
+    from foretrace.cli.playground.author import Told
+
+SCALE = (
+    '<p class="soft">Colour: expected attribute probability (EAP) after the token, 0 '
+    '<span class="scale"></span> 1</p>'
+)
+HINT = '<p class="hint">Point at a token, or tap it, to see what else might have come.</p>'
+
+
+def render(prompt: str, bare: "Told", steered: "Told") -> str:
+    """Set both texts side by side, and below each other where there is no room."""
+    sections = _section("bare", prompt, bare) + _section("steered", prompt, steered)
+    explained = bare.account or steered.account
+    return f'<div class="pair">{sections}</div>{SCALE if explained else ""}'
+
+
+def _section(title: str, prompt: str, told: "Told") -> str:
+    account = told.account
+    text = escape(told.text)
+    if account is not None:
+        text = "".join(_token(account, place) for place in range(len(account.pieces)))
+    known = "" if told.probability is None else f": attribute probability {told.probability:.3f}"
+    return (
+        f'<section class="{title}{" told" if account else ""}"><h3>{title}{known}</h3>'
+        f'<div class="text"><span class="prompt">{escape(prompt)}</span>{text}</div>'
+        f"{HINT if account else ''}</section>"
+    )
+
+
+def _token(account: "Account", place: int) -> str:
+    choice = account.choices[place]
+    red, green, blue = colour(prod(choice.written.eap))
+    rows = "".join(
+        f"<tr class={'written' if each is choice.written else 'other'}>"
+        f"<td>{escape(repr(account.shown(each.token)))}</td>"
+        f"<td>{each.lm:.3f}</td><td>{prod(each.eap):.3f}</td><td>{each.steered:.3f}</td></tr>"
+        for each in choice.candidates
+    )
+    return (
+        f'<span class="token" tabindex="0" style="background:rgb({red},{green},{blue})">'
+        f"{escape(account.pieces[place])}"
+        f'<span class="candidates" role="tooltip"><table><tr><th>token</th><th>LM</th><th>EAP</th>'
+        f"<th>steered</th></tr>{rows}</table></span></span>"
+    )
