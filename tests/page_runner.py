@@ -14,18 +14,19 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import tomllib
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
+
+from server import wait_for
 
 PROJECT = Path(__file__).parent.parent
 BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```', re.DOTALL | re.MULTILINE)
 SERVERS = ("foretrace serve", "foretrace playground", "python -m vllm")
-SLOWEST_START = 300  # seconds
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
@@ -53,34 +54,42 @@ def main(page: Path, replacements: dict[str, str]) -> None:
 
 def run_commands(text: str, servers: ExitStack) -> None:
     """Run the lines of a block; one that starts a server goes on in the background."""
-    if any(f"\n{each}" in f"\n{text}" for each in SERVERS):
-        rest = [line for line in text.splitlines() if not line.startswith("pip install")]
-        start(servers, "\n".join(rest))
-        return
     lines = text.replace("\\\n", " ").splitlines()
+    if any(line.startswith(SERVERS) for line in lines):
+        for line in [line for line in lines if line.startswith("pip install")]:
+            lines.remove(line)
+            run(line)
+        start(servers, lines)
+        return
     while lines:
         line = lines.pop(0)
         while line.count("'") % 2:  # a quoted text goes on
             line = f"{line}\n{lines.pop(0)}"
-        words = shlex.split(line, comments=True)
-        given = [words.pop(0) for each in list(words) if re.match(r"[A-Z_]+=", each)]
-        if words[:1] == ["export"]:
-            os.environ.update(dict(each.split("=", 1) for each in words[1:]))
-        elif words[:2] == ["pip", "install"]:
-            require_extras(words[2:])
-        elif words[:1] == ["foretrace"]:
-            foretrace(words)
-        elif words[:1] == ["python"] and words[1].startswith("benchmarks/"):
-            subprocess.run(["python", PROJECT / words[1], "--help"], check=True)
-        elif words:
-            subprocess.run(["bash", "-euo", "pipefail", "-c", " ".join([*given, line])], check=True)
+        run(line)
+
+
+def run(line: str) -> None:
+    """Run a command, here if it is known, else in a shell."""
+    words, given = shlex.split(line, comments=True), {}
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, given[name] = words.pop(0).partition("=")
+    if words[:1] == ["export"]:
+        os.environ.update(dict(each.split("=", 1) for each in words[1:]))
+    elif words[:2] == ["pip", "install"]:
+        require_extras(words[2:])
+    elif words[:1] == ["foretrace"]:
+        foretrace(words)
+    elif words[:1] == ["python"] and words[1].startswith("benchmarks/"):
+        subprocess.run(["python", PROJECT / words[1], "--help"], check=True)
+    elif words:
+        subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True)
 
 
 def foretrace(words: list[str]) -> None:
     """Run a command of foretrace in this process."""
     from foretrace import cli
 
-    print("$", shlex.join(words), flush=True)  # noqa: T201
+    print("$", shlex.join(words), file=sys.stderr, flush=True)  # noqa: T201
     sys.argv = words
     try:
         cli.main()
@@ -89,31 +98,26 @@ def foretrace(words: list[str]) -> None:
             raise RuntimeError(f"{shlex.join(words)} ended with {stopped.code}") from None
 
 
-def start(servers: ExitStack, command: str) -> None:
+def start(servers: ExitStack, lines: list[str]) -> None:
     """Start a server, and wait until it answers; the one before has its place no more."""
     servers.close()
-    address = "http://127.0.0.1:7860/"
-    if "foretrace playground" not in command:
-        address = "http://127.0.0.1:8000/health"
-    *before, last = command.strip().replace("\\\n", " ").splitlines()
-    script = "\n".join([*before, f"exec {last}"])  # so that to stop it stops the server itself
-    process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", script])
+    port, ready = (7860, "") if lines[-1].startswith("foretrace playground") else (8000, "health")
+    with socket() as one:  # whoever is there would answer in its stead
+        one.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", port))
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], start_new_session=True
+    )
     servers.callback(stop, process)
-    end = time.monotonic() + SLOWEST_START
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(address, timeout=5).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
-    raise RuntimeError(f"{command} does not answer.")
+    wait_for(process, f"http://127.0.0.1:{port}/{ready}")
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a server."""
-    process.terminate()
-    process.wait(60)
+    """End a server, and whatever it has started."""
+    for signal in (SIGTERM, SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal)
+            process.wait(30)
 
 
 def require_extras(what: list[str]) -> None:

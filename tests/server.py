@@ -39,7 +39,10 @@ def serving(command: Sequence[object], log: Path, ready: str = "/health") -> Ite
         process = subprocess.Popen(given, stdout=file, stderr=file, env=environment)
     address = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, address + ready, log)
+        try:
+            wait_for(process, address + ready)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} {log.read_text('utf-8', 'replace')[-3000:]}") from None
         yield address
     finally:
         process.terminate()
@@ -53,7 +56,8 @@ def steered(model: Path, hmm: Path, attributes: Path, *more: object) -> list[obj
     return [*command, "--dtype", "float32", "--max-model-len", 256, *more]
 
 
-def _wait(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
+def wait_for(process: "subprocess.Popen[bytes]", address: str) -> None:
+    """Wait until a server answers; raise if it ends, or does not."""
     end = time.monotonic() + SLOWEST_START
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -62,7 +66,7 @@ def _wait(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
             time.sleep(0.5)
         else:
             return
-    raise RuntimeError(f"The server did not start: {log.read_text('utf-8', 'replace')[-3000:]}")
+    raise RuntimeError(f"Nothing answers at {address}.")
 
 
 def ask_all(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,18 +93,25 @@ def test_explain_a_text_and_what_it_writes_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page = tmp_path / "why.html"
+    shutil.copytree(steered[4], tmp_path / "attributes")
+    steered = [*steered[:4], str(tmp_path / "attributes")]
     store = AttributeStore(steered[4])
     store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="</script>"))
     options = ["--goal", 'odd & "</script>"', "--goal", "low", "--candidates", 3, "--html", page]
     text = ["--prompt", "w1 w2", "--text", "w3 w40 w5"]
     code, out, _ = run("explain", *steered, *options, *text, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
-    assert "' w40'" in out
-    assert out.count("> ") == 3
+    assert out.startswith("w1 w2 w3 w40 w5")
     html = page.read_text()
     assert html.count('class="token"') == 3
     assert html.count("</script>") == 1  # a name cannot end the page's own
     assert not re.search(r"https?://", html)
+    code, out, _ = run(
+        "explain", *steered, *options[:6], *text, capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert code == 0
+    assert "' w40'" in out
+    assert out.count("> ") == 3
     code, out, _ = run(
         "explain", *steered, *options[:2], "--prompt", "w1", capsys=capsys, monkeypatch=monkeypatch
     )
@@ -120,13 +128,14 @@ def test_explain_a_text_and_what_it_writes_itself(
         (["--goal", "odd", "--prompt", "w1", "--column", "text"], 2, "--column is of --prompts"),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
         (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
-        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 1, "scale above 0"),
+        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "must be above 0"),
         (
             ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],
             2,
             "given 2 times, for 1 goals",
         ),
         (["--goal", "odd", "--prompts", "no.jsonl"], 1, "There is no file"),
+        (["--goal", "odd", "--prompt", "w1", "--attributes", "."], 1, "There are no attributes in"),
         (["--goal", "odd", "--prompt", "w1", "--dtype", "float3"], 1, "cannot be loaded"),
     ],
 )

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from foretrace.cli.account import Account
 from foretrace.cli.playground.author import Told
-from foretrace.cli.playground.pair import render
+from foretrace.cli.playground.pair import section
+from foretrace.engines.explain import Candidate, Choice
 from server import serving
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -95,7 +97,7 @@ def ask(page: Any, goal: str) -> None:
 
 def numbers(tokens: Any) -> list[int]:
     """Read the words of the tiny LM, without those of candidates."""
-    first = "all => all.map(each => each.firstChild.textContent)"
+    first = "all => all.map(each => each.firstChild.nodeValue || '')"  # not that of a table
     return [int(found) for found in re.findall(r"w(\d+)", "".join(tokens.evaluate_all(first)))]
 
 
@@ -108,7 +110,14 @@ def inside(outer: Any, inner: Any) -> None:
 
 
 def test_texts_cannot_be_markup() -> None:
-    html = render("<b>", Told("<script>"), Told("&amp;"))
+    html = section("bare", "<b>", Told("<script>&amp;"))
     assert "<b>" not in html
     assert "<script>" not in html
     assert "&amp;amp;" in html
+    candidate = Candidate(1, 0.5, (0.5,), 0.5)
+    choice = Choice(candidate, (candidate,), (0.5,))
+    told = Told("<i>", Account(["<i>"], [choice], lambda token: f"<u>{token}"))
+    html = section("bare", "", told)
+    assert "<i>" not in html
+    assert "<u>" not in html
+    assert "&lt;u&gt;1" in html

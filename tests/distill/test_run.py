@@ -247,3 +247,11 @@ def test_publishing_that_fails_says_so(finished: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "HfApi", HubDoubleThatIsDown)
     with pytest.raises(InvalidInputError, match=r"no route.*hf auth login"):
         publish(finished, "me/my-hmm")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "shards"), [(300, 2), (4_000, 16), (102_400, 25), (1_000_000_000, 10_173)]
+)
+def test_few_sequences_come_in_shards_that_show_progress(sequences: int, shards: int) -> None:
+    config = ft.DistillConfig(num_states=8, sequences=sequences, em=EMConfig(held_out=10))
+    assert config.sampling.shards == shards

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,14 +36,21 @@ def account_for(
 ) -> Account:
     """Account for what was written after a prompt; `max_new_tokens` is what it might have been."""
     from foretrace.engines.explain import explain
-    from foretrace.engines.transformers import decode_after
+    from foretrace.engines.transformers import decode_after, stop_tokens
 
+    @cache
     def shown(token: int) -> str:
         after: str = decode_after(tokenizer, prompt, [token])
         return after or str(tokenizer.decode([token]))  # special tokens say nothing in a text
 
     choices = explain(
-        lm, prompt, written, goals, max_new_tokens=max_new_tokens, candidates=candidates
+        lm,
+        prompt,
+        written,
+        goals,
+        max_new_tokens=max_new_tokens,
+        ends=stop_tokens(lm.generation_config, ()),
+        candidates=candidates,
     )
     pieces = split_text(lambda tokens: decode_after(tokenizer, prompt, tokens), written)
     return Account(pieces, choices, shown)

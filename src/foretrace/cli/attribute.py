@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretrace.attribute import Attribute
 
 app = typer.Typer(help="Look at attributes.", no_args_is_help=True)
+FEW = 50  # held-out texts: a figure on fewer is chance
 
 
 @app.callback()
@@ -65,6 +66,13 @@ def describe(
     console.print(strongest)
 
 
+def _ranking(auc: float | None, texts: int) -> str:
+    """Tell how well texts are ranked, and whether there are enough of them to tell."""
+    if auc is None:
+        return "unknown"
+    return f"{auc:.4f}" + ("" if texts >= FEW else f" (of {texts} texts, too few to tell)")
+
+
 def _fitted(attribute: "Attribute") -> list[tuple[str, str]]:
     """Tell how it was fitted, and how well."""
     facts = attribute.config.fit
@@ -79,6 +87,6 @@ def _fitted(attribute: "Attribute") -> list[tuple[str, str]]:
         ("transform", f"scale {transform['scale']:g}, shift {transform['shift']:g} ({how})"),
         ("texts", f"{facts['texts']:,}, and {facts['held_out_texts']:,} held out"),
         ("windows", f"{facts['windows']:,}, and {facts['held_out_windows']:,} held out"),
-        ("AUC, held out", "unknown" if auc is None else f"{auc:.4f}"),
+        ("AUC, held out", _ranking(auc, facts["held_out_texts"])),
         ("calibration error", f"{facts['calibration_error']:.4f}"),
     ]

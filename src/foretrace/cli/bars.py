@@ -49,3 +49,5 @@ class Bars:
         trace: TracebackType | None,
     ) -> None:
         self._bars.stop()
+        if kind is KeyboardInterrupt:
+            self._bars.console.print("Stopped. The same command goes on from what is done.")

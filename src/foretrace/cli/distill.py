@@ -113,6 +113,7 @@ def distill(
         reader_options=None if reader_options is None else _options(reader_options),
     )
     texts = [] if prompts is None else read_prompts(prompts)
+    _quiet()
     if plan:
         _show_plan(model, config, lm, texts, out)
         return
@@ -125,6 +126,16 @@ def distill(
         typer.echo(f"{hmm} written to {out}")
     if push_to_hub is not None and leads:
         typer.echo(f"published as {publish(out, push_to_hub)}")
+
+
+def _quiet() -> None:
+    """Let transformers show no bars of its own among ours."""
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is not None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -176,4 +187,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.0f} days"

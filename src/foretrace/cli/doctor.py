@@ -126,6 +126,13 @@ def _enumerated() -> float:
 
 def _told(report: dict[str, Any]) -> Iterator[str]:
     """Write it as Markdown."""
+    ready = [name for name, told in report["extras"].items() if told == "yes"]
+    engines = [name for name in ("transformers", "vllm") if name in ready]
+    verdict = (
+        f"Steering works here with {' and '.join(engines)}." if engines else "No engine is here."
+    )
+    yield verdict + " What follows is for a report; extras that lack something are for other uses."
+    yield ""
     yield f"foretrace {report['foretrace']}, Python {report['python']}, {report['platform']}"
     yield ""
     yield from (f"- {device}" for device in report["devices"])

@@ -31,7 +31,7 @@ def explain(
     strength: goals_of.Strengths = [1.0],  # noqa: B006  typer copies it
     shift: goals_of.Shifts = [0.0],  # noqa: B006
     candidates: Annotated[int, typer.Option(min=1, help="How many to show at each place.")] = 5,
-    html: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write this page, instead of a table.")] = None,
     max_new_tokens: goals_of.MaxNewTokens = 40,
     horizon: goals_of.Horizon = 64,
     neutral_end: goals_of.NeutralEnd = False,
@@ -71,8 +71,11 @@ def explain(
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
-    _print(account, goal)
-    if html is not None:
+    if html is None:
+        _print(account, goal)
+    else:
+        typer.secho(prompt, bold=True, nl=False)
+        typer.echo("".join(account.pieces))
         write_page(html, account, Heading(prompt, goal, strength, shift))
         typer.echo(f"written to {html}")
 
@@ -91,7 +94,7 @@ def _print(account: "Account", goals: Sequence[str]) -> None:
             chosen = each is choice.written
             cells = [">" if chosen else "", repr(account.shown(each.token)), *_figures(each)]
             table.add_row(*map(Text, cells), style="bold" if chosen else "dim")
-        table.add_section()
+        table.add_row()
     Console().print(table)
 
 

@@ -125,6 +125,10 @@ def _side_by_side(writer: Writer, prompts: Sequence[str], seed: int, _: bool) ->
             show=lambda text: live.update(_columns(prompts, bare, [Written(text, ())])),
         )
         live.update(_columns(prompts, bare, steered))
+    if not live.console.is_terminal:
+        typer.echo()  # where nothing moves, the last line is not ended
+    if [each.text for each in bare] == [each.text for each in steered]:
+        typer.echo("The goal changed nothing here. Try more --strength, or another --seed.")
 
 
 def _columns(

@@ -26,9 +26,23 @@ MustContain = Annotated[
 MustNotContain = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="What must not; none of them does.")
 ]
+
+
+def _above_zero(values: list[float]) -> list[float]:
+    for value in values:
+        if not value > 0:
+            raise typer.BadParameter(
+                f"--strength must be above 0, not {value:g}. To steer away, write --goal '~a'."
+            )
+    return values
+
+
 Attributes = Annotated[Path, typer.Option(help="The folder of the attributes' files.")]
 Strengths = Annotated[
-    list[float], typer.Option("--strength", help="How strongly: for all goals, or for each.")
+    list[float],
+    typer.Option(
+        "--strength", help="How strongly: for all goals, or for each.", callback=_above_zero
+    ),
 ]
 Shifts = Annotated[list[float], typer.Option("--shift", help="Added to a goal's logit; as above.")]
 Horizon = Annotated[int, typer.Option(min=0, help="How many tokens to look ahead at most.")]
@@ -72,6 +86,7 @@ def load_goals(
     from foretrace.attribute import AttributeStore, Expression, parse
     from foretrace.engines.asked import constraint
     from foretrace.engines.spelling import Spelling
+    from foretrace.errors import InvalidInputError
     from foretrace.lookahead import Goal, Lookahead
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
@@ -81,7 +96,12 @@ def load_goals(
         built = expression.build(store, lambda each: spelling(tokenizer).mentions(each.texts))
         return Lookahead(hmm, built, reach)
 
-    lookaheads = [lookahead(parse(text)) for text in expressions]
+    parsed = [parse(text) for text in expressions]
+    if any(each.names for each in parsed) and not any(True for _ in store):
+        raise InvalidInputError(
+            f"There are no attributes in {folder.resolve()}. Say where they are, with --attributes."
+        )
+    lookaheads = [lookahead(each) for each in parsed]
     count = len(expressions) or 1  # constraints alone are a goal, too
     own, more = _for_each(strengths, count, "--strength"), _for_each(shifts, count, "--shift")
     if must or must_not:

@@ -14,6 +14,17 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+# What is told of how an HMM was made, unless all is asked for.
+TOLD = (
+    "converted_from",
+    "sequences",
+    "epochs",
+    "held_out_log_likelihood",
+    "bigram_log_likelihood",
+    "unigram_log_likelihood",
+    "nats_per_token",
+    "tolerance",
+)
 Source = Annotated[str, typer.Argument(help="A folder, or a repository of the hub.")]
 Out = Annotated[Path, typer.Option(help="The folder to write.")]
 
@@ -30,11 +41,14 @@ Dtype = Annotated[StoredDtype | None, typer.Option(help="Store the tables as thi
 
 
 @app.command(epilog="Example: foretrace hmm show my-hmm")
-def show(source: Source) -> None:
-    """Print what an HMM is and where it comes from."""
+def show(
+    source: Source,
+    everything: Annotated[bool, typer.Option("--all", help="Also how it was made.")] = False,
+) -> None:
+    """Print what an HMM is, how good it is, and where it comes from."""
     from foretrace.hmm import HMM
 
-    _describe(HMM.from_pretrained(source))
+    _describe(HMM.from_pretrained(source), everything)
 
 
 @app.command(epilog="Example: foretrace hmm convert their-checkpoint --out my-hmm --dtype bfloat16")
@@ -77,7 +91,7 @@ def _save(hmm: "HMM", out: Path, dtype: StoredDtype | None) -> None:
     typer.echo(f"written to {out} ({size:.1f} MB)")
 
 
-def _describe(hmm: "HMM") -> None:
+def _describe(hmm: "HMM", everything: bool = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -94,8 +108,16 @@ def _describe(hmm: "HMM") -> None:
     table.add_row("source model", config.source_model or "unknown")
     table.add_row("end of text", ", ".join(map(str, config.eos_token_ids)) or "none")
     table.add_row("tokenizer", config.tokenizer_fingerprint or "unknown")
-    for name, value in {**config.distillation, **(config.sparsification or {})}.items():
-        table.add_row(
-            name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else f"{value}"
-        )
+    facts = {**config.distillation, **(config.sparsification or {})}
+    for name, value in facts.items():
+        if everything or name in TOLD:
+            table.add_row(name.replace("_", " "), _in_words(name, value))
     Console().print(table)
+
+
+def _in_words(name: str, value: object) -> str:
+    """Write a figure with its unit."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_in_words('', each)}" for key, each in value.items())
+    text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+    return f"{text} nats per token" if name.endswith("log_likelihood") else text

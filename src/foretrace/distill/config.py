@@ -9,7 +9,7 @@ from foretrace.distill.settings import EMConfig
 from foretrace.errors import InvalidInputError
 
 STARTS = ("latent", "random")
-MANY_SHARDS = 10_000
+MANY_SHARDS, FEW_SHARDS, LEAST_ROWS = 10_000, 16, 256
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class DistillConfig:
                 f"{self.num_states} states cannot be found in {self.read_rows} sequences of "
                 f"{self.length} tokens: give more sequences or fewer states."
             )
-        if self.shard_rows is None:  # tens of thousands of files at most
+        if self.shard_rows is None:  # tens of thousands of files at most; some, to show progress
             rows = SHARD_ROWS * max(1, self.sequences // (SHARD_ROWS * MANY_SHARDS))
+            rows = min(rows, max(LEAST_ROWS, self.sequences // FEW_SHARDS))
             object.__setattr__(self, "shard_rows", rows)
         object.__setattr__(self, "latent", replace(self.latent, seed=self.seed))
         object.__setattr__(self, "em", replace(self.em, seed=self.seed))

@@ -130,10 +130,8 @@ class TransformersSource:
         drawn: Tensor = generate(
             given.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            do_sample=True,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
+            do_sample=False,
+            logits_processor=[drawn_by_chance],
             max_new_tokens=length - shortest,
             eos_token_id=self.eos_token_id,
             pad_token_id=self.eos_token_id,
@@ -142,6 +140,19 @@ class TransformersSource:
             row[longest + 1 - len(prefix) :] for row, prefix in zip(drawn, prefixes, strict=True)
         ]
         return padded(texts, length, self.eos_token_id)
+
+
+def drawn_by_chance(_: Tensor, logits: Tensor) -> Tensor:
+    """Draw from the LM as it is, by one number a row; what is drawn is all that is left: (n, V).
+
+    `generate` would draw one for every token of the vocabulary, which on CPUs takes as long as a
+    small LM itself.
+    """
+    sums = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)
+    chance = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device)
+    token = torch.searchsorted(sums, chance * sums[:, -1:], right=True)
+    chosen = torch.full_like(logits, -torch.inf)
+    return chosen.scatter_(1, token.clamp_max_(logits.shape[1] - 1), 0.0)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -46,11 +46,13 @@ def explain(
     goals: Sequence[Goal],
     *,
     max_new_tokens: int | None = None,
+    ends: Sequence[int] = (),
     candidates: int = 5,
 ) -> list[Choice]:
     """Account for every token that was written after the prompt, steered or not.
 
     `max_new_tokens` is what the text might have been at most; no more than it is, if not given.
+    `ends` are the tokens that end a text, beside the HMM's.
     """
     if not prompt or not written or not goals:
         raise InvalidInputError(
@@ -59,7 +61,7 @@ def explain(
     limit = max(len(written), max_new_tokens or 0)
     # With strength 1, the factor of a goal is its EAP: a row for each of them, beside the steered.
     requests = [
-        Request(tuple(own), tuple(prompt), limit)
+        Request(tuple(own), tuple(prompt), limit, ends=tuple(ends))
         for own in (goals, *([Goal(goal.lookahead)] for goal in goals))
     ]
     steering = Matching(goals[0].lookahead.hmm, absolute=True)

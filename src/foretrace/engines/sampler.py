@@ -4,7 +4,7 @@ What `generate` of transformers would draw with `top_p` and `num_return_sequence
 the probability of all that was drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,9 +50,7 @@ class Sampler:
         from transformers import DynamicCache
 
         ids, mask = left_padded(prompts, 0)
-        processor = SteeringProcessor(
-            goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
-        )
+        processor = self.processor(goals, prompts, mask)
         cache = DynamicCache()
         logits = self._read(ids, mask, cache).repeat_interleave(copies, 0)
         cache.batch_repeat_interleave(copies)
@@ -74,6 +72,14 @@ class Sampler:
         rows = [to_the_end(row, self.ends) for row in ids[:, start:].tolist()]
         found = [Drawn(*each) for each in zip(rows, totals, strict=True)]
         return [found[at : at + copies] for at in range(0, len(found), copies)]
+
+    def processor(
+        self, goals: Goals, prompts: Sequence[Sequence[int]], mask: Tensor
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Give what changes logits, (rows, V), by the ids of rows so far; to try another way."""
+        return SteeringProcessor(
+            goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
+        )
 
     def _read(self, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
         """Let the LM read more tokens, and give the logits of the next: (rows, V) float32."""

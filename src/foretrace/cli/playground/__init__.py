@@ -23,13 +23,14 @@ def playground(
     ] = None,
     attributes: options.Attributes = Path(),
     host: Annotated[str, typer.Option(help="Who may see it; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the page is.")] = 7860,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the page is.")] = 7860,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
     """Open a page where prompts are continued bare and steered, side by side."""
-    from foretrace.cli.playground.page import launch
+    from foretrace.cli.playground.page import launch, require_gradio
 
+    require_gradio()  # before the language model is loaded, which takes longer
     launch(_author(model, hmm, attributes, device, dtype), host, port)
 
 
@@ -39,6 +40,8 @@ def _author(model: str, hmm: str | None, attributes: Path, device: str, dtype: s
     from foretrace.cli.playground.server import ServerAuthor
 
     if model.startswith(("http://", "https://")):
+        if hmm is not None:
+            raise typer.BadParameter("A server has its own HMM: leave --hmm out.")
         return ServerAuthor(model, attributes)
     if hmm is None:
         raise InvalidInputError(f"Give the HMM of {model}: --hmm FOLDER, or a hub id.")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.hmm import HMM
+    from foretrace.lookahead import Goal
 
 CANDIDATES = 5  # at each place
 MOST_GOALS = 1_000  # that a list on a page can hold
@@ -56,7 +57,7 @@ class Author(Protocol):
         """Write, steered or bare; `tell` hears the text so far."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalAuthor:
     """A language model in this process, with its HMM and a folder of attributes."""
 
@@ -64,6 +65,7 @@ class LocalAuthor:
     tokenizer: "PreTrainedTokenizerBase"
     hmm: "HMM"
     attributes: Path
+    _built: "tuple[Wish, list[Goal]] | None" = None  # of the last wish: a pair of texts shares it
 
     def goals(self) -> list[str]:
         """List the attributes of the folder."""
@@ -73,16 +75,7 @@ class LocalAuthor:
         """Write, and account for every token by the goal, also of a bare text."""
         from foretrace.engines.transformers import encode_prompts
 
-        goals = load_goals(
-            self.hmm,
-            self.tokenizer,
-            self.attributes,
-            [wish.goal],
-            [wish.strength],
-            [wish.shift],
-            wish.horizon,
-            wish.neutral_end,
-        )
+        goals = self._goals(wish)
         limit = {"max_new_tokens": wish.max_new_tokens}
         writer = Writer(self.lm, self.tokenizer, goals, sampling(1.0, wish.top_p) | limit)
         (written,) = writer.write([wish.prompt], wish.seed, steered=steered, show=tell)
@@ -97,6 +90,21 @@ class LocalAuthor:
             candidates=CANDIDATES,
         )
         return Told(written.text, account, written.probability[0])
+
+    def _goals(self, wish: Wish) -> "list[Goal]":
+        if self._built is None or self._built[0] != wish:
+            built = load_goals(
+                self.hmm,
+                self.tokenizer,
+                self.attributes,
+                [wish.goal],
+                [wish.strength],
+                [wish.shift],
+                wish.horizon,
+                wish.neutral_end,
+            )
+            self._built = wish, built
+        return self._built[1]
 
 
 def goals_in(folder: Path) -> list[str]:

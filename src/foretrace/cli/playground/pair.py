@@ -17,14 +17,14 @@ SCALE = (
 HINT = '<p class="hint">Point at a token, or tap it, to see what else might have come.</p>'
 
 
-def render(prompt: str, bare: "Told", steered: "Told") -> str:
-    """Set both texts side by side, and below each other where there is no room."""
-    sections = _section("bare", prompt, bare) + _section("steered", prompt, steered)
-    explained = bare.account or steered.account
-    return f'<div class="pair">{sections}</div>{SCALE if explained else ""}'
+def side_by_side(*sections: str) -> str:
+    """Set sections side by side, and below each other where there is no room."""
+    scale = SCALE if any(HINT in each for each in sections) else ""
+    return f'<div class="pair">{"".join(sections)}</div>{scale}'
 
 
-def _section(title: str, prompt: str, told: "Told") -> str:
+def section(title: str, prompt: str, told: "Told") -> str:
+    """Show what is told of a text: its tokens, if they are accounted for."""
     account = told.account
     text = escape(told.text)
     if account is not None:

@@ -5,14 +5,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from foretrace.cli.playground.author import Tell, Told, Wish, goals_in
-from foretrace.errors import InvalidInputError
+from foretrace.errors import ForetraceError, InvalidInputError, reason
 
 PATIENCE = 120.0  # seconds for a server to say something
-GOAL = ("goal", "strength", "shift", "horizon", "neutral_end")  # what foretrace reads of a request
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,17 @@ class ServerAuthor:
 
     def write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
         """Ask for a completion, and hear it as it comes."""
+        try:
+            return self._write(wish, steered, tell)
+        except (ForetraceError, InterruptedError):
+            raise
+        except (OSError, HTTPException, ValueError, LookupError) as error:
+            raise InvalidInputError(
+                f"{self.address} does not answer as `foretrace serve` does ({reason(error)}). Is "
+                f"it still there?"
+            ) from error
+
+    def _write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
         body: dict[str, Any] = {
             "model": self._model(),
             "prompt": wish.prompt,
@@ -39,10 +50,10 @@ class ServerAuthor:
             "stream": True,
         }
         if steered:
-            body["vllm_xargs"] = {key: getattr(wish, key) for key in GOAL}
+            body["vllm_xargs"] = _asked(wish)
         text = ""
         for event in self._events(body):
-            text += event["choices"][0]["text"]
+            text += "".join(choice["text"] for choice in event["choices"])
             tell(text)
         return Told(text)
 
@@ -55,10 +66,10 @@ class ServerAuthor:
         """Read what a server sends, piece by piece; a mistake may come as one of them."""
         with self._open("/v1/completions", json.dumps(body).encode()) as answer:
             for line in answer:
-                said = line.decode().strip().removeprefix("data: ")
-                if not said or said == "[DONE]":
+                said = line.decode().strip()
+                if not said.startswith("data: ") or said == "data: [DONE]":
                     continue
-                event: dict[str, Any] = json.loads(said)
+                event: dict[str, Any] = json.loads(said.removeprefix("data: "))
                 if "error" in event:
                     raise InvalidInputError(f"The server says: {_message(event)}")
                 yield event
@@ -76,6 +87,14 @@ class ServerAuthor:
             raise InvalidInputError(
                 f"No server answers at {self.address} ({error}). Start one: foretrace serve."
             ) from error
+
+
+def _asked(wish: Wish) -> dict[str, Any]:
+    """Give what foretrace reads of a request; a server looks as far ahead as it is told to."""
+    asked: dict[str, Any] = {"goal": wish.goal, "strength": wish.strength, "shift": wish.shift}
+    if wish.horizon != Wish.horizon:
+        asked["horizon"] = wish.horizon
+    return {**asked, "neutral_end": wish.neutral_end}
 
 
 def _reason(said: bytes) -> str:

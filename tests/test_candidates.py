@@ -1,0 +1,134 @@
+"""What was tried beyond the paper is exact where it says so: by enumeration, on tiny models."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+from candidates.evidence import heed
+from candidates.head import Head, log_windows, train
+from candidates.phrases import Phrases, counts_of
+from candidates.reference import Beliefs, Dense, Reference, Weights
+from candidates.state_weights import log_paths
+from foretrace.attribute import Attribute
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+
+STATES, TOKENS, LENGTH = 3, 4, 5
+PHRASES = {(0, 1): 0.3, (1, 1, 2): 0.5, (1,): 0.9, (2, 0): 0.2}
+
+
+@pytest.fixture(scope="module")
+def dense() -> Dense:
+    return Dense.of(HMM.random(STATES, TOKENS, seed=3).to(dtype=torch.float64))
+
+
+def weights(kind: str) -> Weights:
+    tokens = torch.tensor([1.0, 0.4, 0.9, 0.7], dtype=torch.float64)
+    states = torch.tensor([0.3, 1.0, 0.8], dtype=torch.float64) if "states" in kind else None
+    phrases = Phrases.of(PHRASES) if "phrases" in kind else Phrases()
+    return Weights(tokens, states, phrases, absent="absent" in kind)
+
+
+def by_hand(dense: Dense, own: Weights, text: tuple[int, ...]) -> tuple[float, float]:
+    """Give p(text), and p(text) p(s | text), as sums over all state paths."""
+    phrase = prod(
+        value ** sum(text[at : at + len(each)] == each for at in range(len(text)))
+        for each, value in (PHRASES if len(own.phrases.tokens) else {}).items()
+    )
+    said = float(prod(own.tokens[list(text)].tolist())) * phrase
+    whole = weighted = 0.0
+    for path in product(range(STATES), repeat=len(text)):
+        chance = float(dense.initial[path[0]])
+        for place, state in enumerate(path):
+            chance *= float(dense.emission[state, text[place]])
+            if place:
+                chance *= float(dense.transition[path[place - 1], state])
+        whole += chance
+        states = 1.0 if own.states is None else prod(own.states[list(path)].tolist())
+        weighted += chance * said * states
+    return whole, whole - weighted if own.absent else weighted
+
+
+@pytest.mark.parametrize(
+    "kind", ["tokens", "states", "phrases", "states and phrases", "phrases, absent"]
+)
+def test_eap_is_the_sum_over_all_futures(kind: str, dense: Dense) -> None:
+    own = weights(kind)
+    reference = Reference(dense, own, LENGTH)
+    for written in [(), (0,), (1, 1), (2, 0, 1)]:
+        beliefs = Beliefs.before(dense.initial[None])
+        for token in written:
+            beliefs = reference.advance(beliefs, torch.tensor([token]))
+        left = LENGTH - len(written) - 1
+        found = reference.log_eap(beliefs, left).exp()[0]
+        for token in range(TOKENS):
+            futures = product(range(TOKENS), repeat=left)
+            sums = [by_hand(dense, own, (*written, token, *future)) for future in futures]
+            whole, weighted = map(sum, zip(*sums, strict=True))
+            assert float(found[token]) == pytest.approx(weighted / whole, abs=1e-7)
+
+
+def test_it_is_what_is_served_where_both_can_say_it(dense: Dense) -> None:
+    hmm = HMM.random(STATES, TOKENS, seed=3).to(dtype=torch.float64)
+    own = weights("tokens")
+    prefix = torch.tensor([2, 0])
+    lookahead = Lookahead(hmm, Attribute.from_weights(own.tokens), horizon=3)
+    beliefs = Beliefs.before(lookahead.predicted(prefix))
+    found = Reference(dense, own, 3).log_eap(beliefs, 3).exp()[0]
+    torch.testing.assert_close(found, lookahead.eap(prefix, 3), atol=1e-6, rtol=1e-6)
+
+
+def test_evidence_of_an_lm_that_is_the_hmm_changes_nothing(dense: Dense) -> None:
+    predicted = torch.rand(5, STATES, dtype=torch.float64).softmax(-1)
+    beliefs = Beliefs.before(predicted)
+    heeded = heed(dense, beliefs, predicted @ dense.emission, steps=2)
+    torch.testing.assert_close(heeded.plain, predicted, atol=1e-4, rtol=0)
+
+
+def test_evidence_brings_the_next_token_nearer(dense: Dense) -> None:
+    beliefs = Beliefs.before(dense.initial[None])
+    lm = torch.tensor([[0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    far, near = (
+        float((lm * (lm.log() - (each.plain @ dense.emission).log())).sum())
+        for each in (beliefs, heed(dense, beliefs, lm, steps=5))
+    )
+    assert near < far
+
+
+def test_a_head_finds_the_belief_of_an_lm_that_is_the_hmm() -> None:
+    """Its hidden state is the logarithm of the belief, so that the head is the identity."""
+    sharp = HMM.random(STATES, TOKENS, seed=5)
+    hidden = torch.randn(4000, STATES).mul(2).log_softmax(-1)
+    dense = Dense.of(sharp)
+    identity = Head(torch.eye(STATES), torch.zeros(STATES), torch.zeros(STATES), torch.ones(STATES))
+    torch.testing.assert_close(identity(hidden), hidden.exp(), atol=1e-4, rtol=0)
+    first = torch.multinomial(hidden.exp(), 1)[:, 0]
+    states, windows = first, []
+    for _ in range(6):
+        windows.append(torch.multinomial(dense.emission[states], 1)[:, 0])
+        states = torch.multinomial(dense.transition[states], 1)[:, 0]
+    texts = torch.stack(windows, 1)
+    trained = train(dense, hidden, texts, epochs=30, rate=0.05)
+
+    def likelihood(head: Head) -> float:
+        return float(torch.logsumexp(head(hidden).log() + log_windows(dense, texts), 1).mean())
+
+    assert likelihood(trained) > likelihood(identity) - 1e-3
+
+
+def test_paths_by_hand(dense: Dense) -> None:
+    own = weights("states")
+    assert own.states is not None
+    texts = [(0, 1, 2), (3, 1)]
+    found = log_paths(dense, own.states, texts).exp()
+    plain = Weights(torch.ones(TOKENS), own.states)
+    for text, value in zip(texts, found.tolist(), strict=True):
+        whole, weighted = by_hand(dense, plain, text)
+        assert value == pytest.approx(weighted / whole, abs=1e-7)
+
+
+def test_phrases_are_counted_as_often_as_they_occur() -> None:
+    counted = counts_of([[1, 1, 1, 2], [0, 1]], [(1, 1), (1, 1, 2), (0, 1)]).toarray()
+    assert counted.tolist() == [[2, 1, 0], [0, 0, 1]]
