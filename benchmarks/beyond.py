@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -31,7 +29,7 @@ from candidates.writing import believed
 from foretrace.engines.sampler import Sampler
 from foretrace.evaluate import metrics
 from foretrace.hmm import HMM, inference
-from harness import Report, options
+from harness import Report, options, seconds
 from smollm2 import find_smollm2
 
 
@@ -84,22 +82,29 @@ def costs(bench: Workbench, report: Report) -> None:
     for batch in (1, 32):
         ids = torch.randint(3, bench.hmm.vocab_size, (batch, 12))
         predicted = believed(bench.hmm, ids.tolist())
-        step = _seconds(partial(_step, bench, ids))
-        heeded = _seconds(partial(_evidence, bench.hmm, predicted))
-        filtered = _seconds(partial(inference.step, bench.hmm, predicted, ids[:, 0]))
+        step, heeded, filtered = seconds(
+            _step(bench, ids),
+            partial(_evidence, bench.hmm, predicted),
+            partial(inference.step, bench.hmm, predicted, ids[:, 0]),
+            repeats=5,
+        )
         report.add(f"batch {batch}: evidence", heeded / step, "of the LM", at_most=0.03)
         report.add(
             f"batch {batch}: a second filter adds", filtered / step, "of the LM", at_most=0.05
         )
 
 
-@torch.inference_mode()
-def _step(bench: Workbench, ids: Tensor) -> None:
-    """Let the LM write a token after some."""
-    cache = bench.caches.setdefault(len(ids), [])
-    if not cache:
-        cache.append(bench.lm(ids, use_cache=True).past_key_values)
-    bench.lm(ids[:, :1], past_key_values=cache[0], use_cache=True, logits_to_keep=1)
+def _step(bench: Workbench, ids: Tensor) -> Callable[[], object]:
+    """Let the LM write the token after some, again and again."""
+    with torch.inference_mode():
+        read = bench.lm(ids, use_cache=True).past_key_values
+
+    @torch.inference_mode()
+    def step() -> None:
+        bench.lm(ids[:, :1], past_key_values=read, use_cache=True, logits_to_keep=1)
+        read.crop(ids.shape[1])
+
+    return step
 
 
 def _evidence(hmm: HMM, predicted: Tensor) -> None:
@@ -108,27 +113,16 @@ def _evidence(hmm: HMM, predicted: Tensor) -> None:
     hmm.emission.expect(ratio, torch.arange(hmm.vocab_size))
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(6):
-        began = perf_counter()
-        work()
-        times.append(perf_counter() - began)
-    return sorted(times[1:])[2]
-
-
 def main() -> None:
     """Measure everything."""
     given = options(__doc__)
     report = Report("Beyond the paper")
-    if given.quick:
-        with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
+        if given.quick:
             bench = Workbench(find_smollm2(), QUICK, Path(scratch), None)
-            costs(bench, report)
-            compare(bench, report)
-    else:
-        kept = Path(os.environ["FORETRACE_RESULTS"])
-        bench = Workbench(find_smollm2(), Size(), kept / "beyond", kept / "judges")
+        else:
+            kept = Path(os.environ["FORETRACE_RESULTS"])
+            bench = Workbench(find_smollm2(), Size(), kept / "beyond", kept / "judges")
         costs(bench, report)
         compare(bench, report)
     report.publish(given.json)

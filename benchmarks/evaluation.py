@@ -79,7 +79,13 @@ def run_suite(
 def _publish(suite: str, out: Path) -> None:
     """Put the report and its figures among the documentation."""
     folder = ROOT / "docs" / "results"
-    text = (out / "report.md").read_text()
+    title, text = (out / "report.md").read_text().split("\n", 1)
+    count = f" --prompts {prompts}" if (prompts := PROMPTS[suite]) else ""
+    command = (
+        f"foretrace evaluate LM --hmm examples/smollm2-135m --suite {suite} --data data{count}"
+    )
+    options = f"--dtype bfloat16 --encoder all-MiniLM-L6-v2 --out results/{suite}"
+    text = f"{title}\n\nMade by `{command} {options}`.\n{text}"
     for figure in out.glob("*.png"):
         shutil.copy(figure, folder / f"{suite}-{figure.name}")
         text = text.replace(f"({figure.name})", f"({suite}-{figure.name})")

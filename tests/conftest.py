@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from smollm2 import UnavailableError, find_smollm2
-from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
+from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +22,9 @@ def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     import torch
 
     from foretrace.attribute import Attribute, AttributeStore
-    from foretrace.hmm import HMM, HMMConfig
-    from foretrace.vocabulary import fingerprint
 
     folder = tmp_path_factory.mktemp("steered")
-    vocabulary = fingerprint(word_tokenizer().get_vocab())
-    hmm = HMM.random(8, len(WORDS), eos_token_id=0, seed=0)
-    config = HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=vocabulary)
-    HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(folder / "hmm")
+    tiny_hmm(word_tokenizer()).save_pretrained(folder / "hmm")
     store = AttributeStore(folder / "attributes")
     number = torch.arange(len(WORDS)) - 1  # of the word; the first token ends texts
     store.add(Attribute.from_weights((number % 2 == 1).float().clamp_min(1e-6), name="odd"))

@@ -70,9 +70,9 @@ def run_commands(text: str, servers: ExitStack) -> None:
 
 def run(line: str) -> None:
     """Run a command, here if it is known, else in a shell."""
-    words, given = shlex.split(line, comments=True), {}
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        name, _, given[name] = words.pop(0).partition("=")
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]) and "benchmarks/" in line:
+        words.pop(0)  # help needs no data
     if words[:1] == ["export"]:
         os.environ.update(dict(each.split("=", 1) for each in words[1:]))
     elif words[:2] == ["pip", "install"]:

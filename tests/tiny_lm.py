@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from foretrace.hmm import HMM
+
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(63))]
 
@@ -75,3 +77,13 @@ def write_tiny_lm(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tiny_hmm(tokenizer: "PreTrainedTokenizerFast", states: int = 8) -> "HMM":
+    """Make an HMM of random weights that knows a tokenizer for its own."""
+    from foretrace.hmm import HMM, HMMConfig
+    from foretrace.vocabulary import fingerprint
+
+    hmm = HMM.random(states, len(tokenizer), eos_token_id=0, seed=0)
+    config = HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()))
+    return HMM(hmm.initial, hmm.transition, hmm.emission, config)

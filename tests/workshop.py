@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiny_lm import byte_tokenizer, write_tiny_lm
+from tiny_lm import byte_tokenizer, tiny_hmm, write_tiny_lm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,14 +79,10 @@ def _write_models(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
 
     from foretrace.attribute import Attribute, AttributeStore
     from foretrace.distill import Corpus, Manifest
-    from foretrace.hmm import HMM, HMMConfig
-    from foretrace.vocabulary import fingerprint
     from published import write_published
 
-    size, known = len(tokenizer), fingerprint(tokenizer.get_vocab())
-    hmm = HMM.random(8, size, eos_token_id=0, seed=0)
-    config = HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=known)
-    HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(folder / "my-hmm")
+    size, hmm = len(tokenizer), tiny_hmm(tokenizer)
+    hmm.save_pretrained(folder / "my-hmm")
     write_published(folder / "their-checkpoint", hmm, "trace")
     corpus = Corpus.create(folder / "corpus", Manifest(length=8, vocab_size=size, eos_token_id=0))
     corpus.append(torch.randint(1, size, (400, 8)))

@@ -1,5 +1,6 @@
 """What candidates say of an attribute: fitted weights, and how well they rank."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,7 @@ from candidates.workbench import Workbench
 
 def weights_of(bench: Workbench, task: Task, candidate: Candidate) -> tuple[Weights, float]:
     """Fit what a candidate says of a task's attribute; give it with its AUC on validation."""
-    rows = bench.rows(task.train, bench.size.texts)
-    texts = bench.tokens(rows, task.text)
+    rows, texts = _read(bench, task.train, task.text, bench.size.texts)
     has = torch.tensor([1 - task.score(row) for row in rows], dtype=torch.float64)
     targets = task.transform(has).numpy()
     size = bench.hmm.vocab_size
@@ -49,8 +49,8 @@ def _auc(
     states: Tensor | None,
 ) -> float:
     """Rank texts that nothing was fitted to."""
-    rows = bench.rows(task.validation, bench.size.texts // 4)
-    texts = [text[:28] for text in bench.tokens(rows, task.text)]
+    rows, whole = _read(bench, task.validation, task.text, bench.size.texts // 4)
+    texts = [text[:28] for text in whole]
     total = torch.tensor([float(costs[list(text)].sum()) for text in texts]).numpy()
     if own:
         total = total - phrases.counts_of(texts, list(own)) @ np.log(list(own.values()))
@@ -59,3 +59,12 @@ def _auc(
         paths = [state_weights.log_paths(bench.dense, states, part) for part in parts]
         total = total - torch.cat(paths).numpy()
     return float(roc_auc_score([task.score(row) > 0.5 for row in rows], total))
+
+
+@cache  # every candidate reads the same
+def _read(
+    bench: Workbench, file: str, column: str, count: int
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Read the first rows of a table, and the tokens of their texts."""
+    rows = bench.rows(file, count)
+    return rows, bench.tokens(rows, column)

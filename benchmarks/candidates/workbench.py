@@ -56,7 +56,6 @@ class Workbench:
         self.begin = self.hmm.config.eos_token_ids[0]
         self.ends = self.hmm.config.eos_token_ids
         self.hidden = torch.zeros(0)  # of the LM's last step
-        self.caches: dict[int, list[Any]] = {}
         self.lm.get_submodule("model.norm").register_forward_hook(self._remember)
         kept.mkdir(parents=True, exist_ok=True)
 

@@ -1,6 +1,5 @@
 """`foretrace distill` as a user types it."""
 
-import lzma
 import os
 import re
 import subprocess
@@ -11,8 +10,7 @@ import click
 import pytest
 import typer
 
-from foretrace.cli.distill import count, read_prompts
-from foretrace.errors import InvalidFileError
+from foretrace.cli.distill import count
 from foretrace.hmm import HMM
 
 
@@ -37,24 +35,6 @@ def test_counts(text: str, number: int) -> None:
 def test_what_is_no_count(text: str) -> None:
     with pytest.raises((typer.BadParameter, click.BadParameter), match="120k"):
         count(text)
-
-
-def test_prompts_of_every_kind(tmp_path: Path) -> None:
-    (tmp_path / "plain.txt").write_text("one prompt\n\n  another\n")
-    assert read_prompts(tmp_path / "plain.txt") == ["one prompt", "  another"]
-    with lzma.open(tmp_path / "many.jsonl.xz", "wt") as file:
-        file.write('{"prompt": "a", "text": "x"}\n{"prompt": "b"}\n')
-    assert read_prompts(tmp_path / "many.jsonl.xz") == ["a", "b"]
-    (tmp_path / "texts.csv").write_text("text\none\n")
-    assert read_prompts(tmp_path / "texts.csv") == ["one"]
-
-
-@pytest.mark.parametrize("content", ["", '{"label": 1}\n', "not json\n", "[1]\n"])
-def test_prompts_that_are_none(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content)
-    with pytest.raises(InvalidFileError, match=r"row|line"):
-        read_prompts(path)
 
 
 def test_from_name_to_hmm(tiny_lm: Path, tmp_path: Path) -> None:

@@ -129,6 +129,12 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
 @given(anything())
 def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
     """`benchmarks/fuzz.py` does the same a hundred thousand times, and through admission."""
+    taken = _seconds_to_read(given)
+    # Python's own collection of garbage may fall into it: that does not happen twice.
+    assert taken < SLOWEST or _seconds_to_read(given) < SLOWEST
+
+
+def _seconds_to_read(given: dict[str, Any]) -> float:
     began = thread_time()
     try:
         found = read_asked(given)
@@ -136,4 +142,4 @@ def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
         pass
     else:
         assert found is None or isinstance(found, Asked)
-    assert thread_time() - began < SLOWEST
+    return thread_time() - began

@@ -24,10 +24,9 @@ from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.vocabulary import fingerprint
 from random_attributes import write_random
 from server import ask_all, completion, serving, steered
-from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
+from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
 
@@ -234,15 +233,9 @@ def test_new_attributes_are_found_and_counted(real: tuple[str, Path]) -> None:
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """A server of a tiny LM with 8 slots, and too little memory for 8 texts; names of goals."""
     folder = tmp_path_factory.mktemp("crowded")
-    known = fingerprint(word_tokenizer().get_vocab())
-    hmm = HMM.random(16, len(WORDS), eos_token_id=0, seed=0)
-    ft.HMM(
-        hmm.initial,
-        hmm.transition,
-        hmm.emission,
-        ft.HMMConfig(eos_token_ids=(0,), tokenizer_fingerprint=known),
-    ).save_pretrained(folder / "hmm")
-    names = _attributes(folder / "attributes", len(WORDS), 20, known)
+    hmm = tiny_hmm(word_tokenizer(), states=16)
+    hmm.save_pretrained(folder / "hmm")
+    names = _attributes(folder / "attributes", len(WORDS), 20, hmm.config.tokenizer_fingerprint)
     few = ["--max-num-seqs", 8, "--block-size", 32, "--num-gpu-blocks-override", 12]
     lm = write_tiny_lm(folder / "lm", heads=1)  # vLLM knows no heads of 16 on CPUs
     command = steered(lm, folder / "hmm", folder / "attributes", *few)

@@ -19,9 +19,8 @@ from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.suite import load_suite
 from foretrace.evaluate.surprise import surprise
-from foretrace.hmm import HMM, HMMConfig
-from foretrace.vocabulary import fingerprint
-from tiny_lm import word_tokenizer
+from foretrace.hmm import HMM
+from tiny_lm import tiny_hmm, word_tokenizer
 
 SUITE = """
 prompts: {file: prompts.jsonl, text: prompt}
@@ -84,9 +83,7 @@ def lm(tiny_lm: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def hmm() -> HMM:
-    random = HMM.random(8, 64, eos_token_id=0, seed=0)
-    config = HMMConfig((0,), fingerprint(word_tokenizer().get_vocab()))
-    return HMM(random.initial, random.transition, random.emission, config)
+    return tiny_hmm(word_tokenizer())
 
 
 def run(data: Path, out: Path, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
@@ -123,6 +120,7 @@ def test_every_method_has_every_figure(done: tuple[Path, dict[str, Any]]) -> Non
         assert ("relative" in figures["perplexity"]) == (name != "bare")
     assert results["methods"]["bare"]["cost"] == 1
     assert results["judges"]["high"]["auc at 0.5"] > 0.9
+    assert results["judges"]["high"]["false alarms"] < 0.2
 
 
 def test_steering_moves_what_it_should(done: tuple[Path, dict[str, Any]]) -> None:

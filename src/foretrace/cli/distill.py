@@ -3,6 +3,7 @@
 import json
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
 from foretrace.cli.em import ProductDtype
+from foretrace.cli.lm import quiet
+from foretrace.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
     from foretrace.distill import DistillConfig, LMConfig
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 EPILOG = (
     "Example: foretrace distill HuggingFaceTB/SmolLM2-135M --states 4096 --sequences 10M --out hmm"
 )
+drawing = partial(typer.Option, rich_help_panel="Drawing texts from the LM")
+training = partial(typer.Option, rich_help_panel="Training the HMM")
 
 
 class Engine(StrEnum):
@@ -53,34 +58,34 @@ def distill(
     out: Annotated[Path, typer.Option(help="The folder to write; run again to go on in it.")],
     states: Annotated[int, typer.Option(help="Hidden states.")] = 4096,
     sequences: Annotated[
-        int, typer.Option(parser=count, metavar="COUNT", help="Sequences to draw: 120k, 10M.")
+        int, drawing(parser=count, metavar="COUNT", help="Sequences to draw: 120k, 10M.")
     ] = 10_000_000,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
+    length: Annotated[int, drawing(help="Tokens in a sequence.")] = 32,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts to continue: .txt, .jsonl, .csv; also .xz, .gz.")
+        Path | None, drawing(help="Prompts to continue: .txt, .jsonl, .csv; also .xz, .gz.")
     ] = None,
-    prompted: Annotated[float, typer.Option(help="Share that continues a prompt.")] = 0.5,
-    engine: Annotated[Engine, typer.Option(help="What draws.")] = Engine.transformers,
+    prompted: Annotated[float, drawing(help="Share that continues a prompt.")] = 0.5,
+    engine: Annotated[Engine, drawing(help="What draws.")] = Engine.transformers,
     engine_options: Annotated[
-        str, typer.Option(help="JSON, for the engine: '{\"tensor_parallel_size\": 2}'.")
+        str, drawing(help="JSON, for the engine: '{\"tensor_parallel_size\": 2}'.")
     ] = "{}",
     reader_options: Annotated[
-        str | None, typer.Option(help="JSON, to read hidden states by transformers, if others.")
+        str | None, drawing(help="JSON, to read hidden states by transformers, if others.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="What the LM runs in.")] = "auto",
+    dtype: Annotated[str, drawing(help="What the LM runs in.")] = "auto",
     end_of_text: Annotated[
-        str | None, typer.Option(help="Token that begins and ends texts, if not the tokenizer's.")
+        str | None, drawing(help="Token that begins and ends texts, if not the tokenizer's.")
     ] = None,
-    start: Annotated[Start, typer.Option(help="Where EM starts.")] = Start.latent,
+    start: Annotated[Start, training(help="Where EM starts.")] = Start.latent,
     persistence: Annotated[
-        float, typer.Option(help="Weight of a row's subject in finding states.")
+        float, training(help="Weight of a row's subject in finding states.")
     ] = 0.0,
-    epochs: Annotated[int, typer.Option(help="Passes of EM over the corpus.")] = 10,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step of EM.")] = 4096,
+    epochs: Annotated[int, training(help="Passes of EM over the corpus.")] = 10,
+    batch_size: Annotated[int, training(help="Sequences in a step of EM.")] = 4096,
     em_dtype: Annotated[
-        ProductDtype, typer.Option(help="What products of EM run in.")
+        ProductDtype, training(help="What products of EM run in.")
     ] = ProductDtype.float32,
-    held_out: Annotated[int, typer.Option(help="Sequences kept aside to measure on.")] = 4096,
+    held_out: Annotated[int, training(help="Sequences kept aside to measure on.")] = 4096,
     seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
@@ -113,7 +118,7 @@ def distill(
         reader_options=None if reader_options is None else _options(reader_options),
     )
     texts = [] if prompts is None else read_prompts(prompts)
-    _quiet()
+    quiet()
     if plan:
         _show_plan(model, config, lm, texts, out)
         return
@@ -126,25 +131,6 @@ def distill(
         typer.echo(f"{hmm} written to {out}")
     if push_to_hub is not None and leads:
         typer.echo(f"published as {publish(out, push_to_hub)}")
-
-
-def _quiet() -> None:
-    """Let transformers show no bars of its own among ours."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is not None:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Read prompts: the column `prompt` of a table, or `text`; plain lines (.txt) are texts."""
-    from foretrace import _tables
-
-    rows = _tables.read_rows(path)
-    name = "prompt" if rows and "prompt" in rows[0] else "text"
-    return _tables.texts(rows, name, path)
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -42,11 +42,10 @@ def explain(
     dtype: goals_of.Dtype = "auto",
 ) -> None:
     """Show why each token: the LM's probability, the EAP, and the steered probability."""
-    import torch
-
     from foretrace.cli.account import account_for
     from foretrace.cli.page import Heading, write_page
-    from foretrace.engines.transformers import encode_prompts, generate_tokens
+    from foretrace.cli.writer import Writer
+    from foretrace.engines.transformers import encode_prompts
 
     lm, tokenizer = load_lm(model, dtype, device)
     known = goals_of.load_hmm(hmm, tokenizer, lm.device)
@@ -55,11 +54,9 @@ def explain(
     )
     (given,) = encode_prompts(tokenizer, [prompt], goals)
     if text is None:
-        torch.manual_seed(seed)
-        options = goals_of.sampling(temperature, top_p)
-        (written,) = generate_tokens(
-            lm, tokenizer, [given], goal=goals, max_new_tokens=max_new_tokens, **options
-        )
+        options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
+        (found,) = Writer(lm, tokenizer, goals, options).write([prompt], seed)
+        written = list(found.tokens)
     else:
         written = tokenizer(text, add_special_tokens=False).input_ids
     account = account_for(

@@ -7,8 +7,8 @@ import typer
 
 from foretrace.cli import goal as options
 from foretrace.cli.bars import Bars
-from foretrace.cli.generate import read_prompts
 from foretrace.cli.lm import load_lm
+from foretrace.cli.prompts import read_prompts
 
 EPILOG = (
     "Example: foretrace fidelity my-lm --hmm my-hmm --goal nontoxic --prompts prompts.jsonl "

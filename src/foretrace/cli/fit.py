@@ -157,8 +157,8 @@ class _Fitting:
         """Fit one attribute for every label, and put them into a store."""
         from foretrace.attribute import Attribute, AttributeStore, tokenize
 
-        store, total, ranks = AttributeStore(out), len(set(labels)), []
-        for label in set(labels):
+        store, names, ranks = AttributeStore(out), sorted(set(labels)), []
+        for label in names:
             store.path(label)  # refuses what cannot be a name, before the work
         windows = tokenize(texts, self.tokenizer, self.window)
         attributes = Attribute.fit_each(
@@ -172,9 +172,13 @@ class _Fitting:
             for done, attribute in enumerate(attributes, 1):
                 store.add(attribute)
                 ranks.append(attribute.config.fit["auc"])
-                bars.show("fit", done, total, "attributes")
+                bars.show("fit", done, len(names), "attributes")
         found = [rank for rank in ranks if rank is not None] or [float("nan")]
-        typer.echo(f"{total} attributes in {out}, median AUC on held-out texts {median(found):.3f}")
+        some = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+        typer.echo(
+            f"{len(names)} attributes in {out} ({some}), median AUC on held-out texts "
+            f"{median(found):.3f}"
+        )
 
 
 def _judged(texts: list[str], judge: "Judge", kept: Path) -> tuple[list[str], list[float]]:

@@ -9,6 +9,7 @@ import typer
 
 from foretrace.cli import goal as goals_of
 from foretrace.cli.lm import load_lm
+from foretrace.cli.prompts import read_prompts
 from foretrace.cli.writer import Writer, Written
 
 if TYPE_CHECKING:
@@ -76,15 +77,6 @@ def generate(
     show = _as_json if as_json else _side_by_side if compare else _in_turn
     for start in range(0, len(asked), batch_size):
         show(writer, asked[start : start + batch_size], seed + start, compare)
-
-
-def read_prompts(file: Path, column: str | None) -> list[str]:
-    """Read a column of a table; if it is not named, `prompt`, or else `text`."""
-    from foretrace import _tables
-
-    rows = _tables.read_rows(file, [column] if column else [])
-    name = column or ("text" if rows and "prompt" not in rows[0] else "prompt")
-    return _tables.texts(rows, name, file)
 
 
 def _in_turn(writer: Writer, prompts: Sequence[str], seed: int, _: bool) -> None:

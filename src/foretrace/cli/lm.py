@@ -30,7 +30,7 @@ def load_lm(
     from foretrace.distill.source import load_both
 
     transformers = _transformers()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     place = choose_device(device)
     tokenizer, model = load_both(
         source,
@@ -44,6 +44,16 @@ def load_lm(
         eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
     return model.eval().to(place), tokenizer
+
+
+def quiet() -> None:
+    """Let transformers, if it is there, show no bars of its own among ours."""
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is not None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _transformers() -> ModuleType:

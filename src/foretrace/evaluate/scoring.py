@@ -25,6 +25,7 @@ from foretrace.evaluate.preparation import (
 from foretrace.evaluate.suite import JudgePlan, Table
 
 BATCH, SLOW_BATCH = 512, 32  # of what is trained here, and of what others provide
+HARMLESS = 0.05  # below that score of others, a text that is judged to have it is a false alarm
 Observe = Callable[[int, int], None]
 
 
@@ -142,7 +143,7 @@ class Scorer:
         return self._trained
 
     def _agreement(self) -> dict[str, Any]:
-        """Compare with scores that others gave: Spearman's rank correlation, and AUC at 0.5."""
+        """Compare with scores that others gave: rank correlation, AUC at 0.5, and false alarms."""
         from sklearn.metrics import roc_auc_score
 
         plan = self.plan.calibration
@@ -156,11 +157,14 @@ class Scorer:
             if score is not None
         ]
         ours, theirs = np.array(pairs).T
+        harmless = ours[theirs < HARMLESS]
+        alarms = {"false alarms": float((harmless > 0.5).mean())} if len(harmless) else {}
         return {
             "calibrated on": plan.file,
             "texts": len(pairs),
             "spearman": rank_correlation(ours.tolist(), theirs.tolist()),
             "auc at 0.5": float(roc_auc_score(theirs > 0.5, ours)),
+            **alarms,
         }
 
 

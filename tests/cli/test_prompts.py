@@ -1,0 +1,27 @@
+"""Prompts come from files of every kind."""
+
+import lzma
+from pathlib import Path
+
+import pytest
+
+from foretrace.cli.prompts import read_prompts
+from foretrace.errors import InvalidFileError
+
+
+def test_prompts_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("one prompt\n\n  another\n")
+    assert read_prompts(tmp_path / "plain.txt") == ["one prompt", "  another"]
+    with lzma.open(tmp_path / "many.jsonl.xz", "wt") as file:
+        file.write('{"prompt": "a", "text": "x"}\n{"prompt": "b"}\n')
+    assert read_prompts(tmp_path / "many.jsonl.xz") == ["a", "b"]
+    (tmp_path / "texts.csv").write_text("text\none\n")
+    assert read_prompts(tmp_path / "texts.csv") == ["one"]
+
+
+@pytest.mark.parametrize("content", ["", '{"label": 1}\n', "not json\n", "[1]\n"])
+def test_prompts_that_are_none(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidFileError, match=r"row|line"):
+        read_prompts(path)
