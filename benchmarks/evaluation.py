@@ -63,29 +63,38 @@ def run_suite(
 ) -> dict[str, Any]:
     """Run a suite on the command line, and read its results; judges are kept beside, or there."""
     hmm = hmm or Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
-    data = os.environ["FORETRACE_DATA"]
-    command = [sys.executable, "-m", "foretrace", "evaluate", find_smollm2(), "--hmm", hmm]
-    command += ["--suite", suite, "--data", data, "--out", out, "--dtype", "bfloat16", *more]
-    command += ["--judges", judges or out.parent / "judges"]
-    if encoder := os.environ.get("FORETRACE_ENCODER"):
-        command += ["--encoder", encoder]
-    if prompts is not None:
-        command += ["--prompts", prompts]
-    subprocess.run(list(map(str, command)), check=True)
+    data, encoder = os.environ["FORETRACE_DATA"], os.environ.get("FORETRACE_ENCODER")
+    words = _words(suite, prompts, find_smollm2(), hmm, data, encoder, out)
+    words += ["--judges", judges or out.parent / "judges", *more]
+    subprocess.run([sys.executable, "-m", "foretrace", *map(str, words)], check=True)
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     return found
+
+
+def _words(
+    suite: str,
+    prompts: int | None,
+    lm: object,
+    hmm: object,
+    data: object,
+    encoder: object,
+    out: object,
+) -> list[object]:
+    """Give the words of the command line."""
+    words = ["evaluate", lm, "--hmm", hmm, "--suite", suite, "--data", data]
+    words += [] if prompts is None else ["--prompts", prompts]
+    words += ["--dtype", "bfloat16"]
+    words += [] if encoder is None else ["--encoder", encoder]
+    return [*words, "--out", out]
 
 
 def _publish(suite: str, out: Path) -> None:
     """Put the report and its figures among the documentation."""
     folder = ROOT / "docs" / "results"
     title, text = (out / "report.md").read_text().split("\n", 1)
-    count = f" --prompts {prompts}" if (prompts := PROMPTS[suite]) else ""
-    command = (
-        f"foretrace evaluate LM --hmm examples/smollm2-135m --suite {suite} --data data{count}"
-    )
-    options = f"--dtype bfloat16 --encoder all-MiniLM-L6-v2 --out results/{suite}"
-    text = f"{title}\n\nMade by `{command} {options}`.\n{text}"
+    example, encoder = "examples/smollm2-135m", "all-MiniLM-L6-v2"
+    words = _words(suite, PROMPTS[suite], "LM", example, "data", encoder, f"results/{suite}")
+    text = f"{title}\n\nMade by `foretrace {' '.join(map(str, words))}`.\n{text}"
     for figure in out.glob("*.png"):
         shutil.copy(figure, folder / f"{suite}-{figure.name}")
         text = text.replace(f"({figure.name})", f"({suite}-{figure.name})")

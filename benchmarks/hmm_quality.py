@@ -79,8 +79,10 @@ def _draw(points: dict[str, tuple[float, ...]], path: Path) -> None:
     values = list(points.values())
     for place, label in enumerate(FIGURES, 1):
         axes.plot([p[0] for p in values], [100 * p[place] for p in values], "o-", label=label)
-    for name, point in points.items():
-        axes.annotate(name, (point[0], 100 * point[1]), fontsize=7, rotation=15)
+    for name, point in points.items():  # upright, since some stand close together
+        above = (point[0], 100 * max(point[1:]))
+        axes.annotate(f"  {name}", above, fontsize=7, rotation=90, ha="center", va="bottom")
+    axes.set_ylim(top=20)  # room for the names
     axes.set_xlabel("held-out log-likelihood of the HMM, nats per token")
     axes.set_ylabel("change against bare, %")
     axes.legend(frameon=False, fontsize=8)

@@ -17,7 +17,7 @@ def control(
     bench: Workbench, task: Task, candidate: Candidate, weights: Weights
 ) -> list[metrics.Point]:
     """Write toward the attribute, more and more strongly; give what it reaches, and its price."""
-    reference = Reference(bench.dense, weights, task.horizon)
+    reference = Reference(bench.tables(candidate.look), weights, task.horizon)
     look = bench.look(candidate.look)
     return [
         point(

@@ -6,21 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from candidates.reference import Beliefs, Reference, Weights
+from candidates.reference import LEAST, Beliefs, Dense, Reference, Weights
 from candidates.workbench import Workbench
 from candidates.writing import Look, believed
 from foretrace.engines.sampler import Sampler
 from foretrace.evaluate.fidelity import concordance
-from foretrace.hmm import HMM, inference
 
 AHEAD, LATER = (1, 4, 16), (2, 10, 19)
 
 
 def foresight(
-    bench: Workbench, look: Look, weights: Weights, costs: Tensor
+    bench: Workbench, dense: Dense, look: Look, weights: Weights, costs: Tensor
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Give the likelihood of the next tokens, in nats each, and concordance within a prefix."""
-    reference = Reference(bench.dense, weights, max(LATER))
+    reference = Reference(dense, weights, max(LATER))
     likely: dict[int, list[float]] = {count: [] for count in AHEAD}
     pairs = {later: np.zeros(2) for later in LATER}
     for row in rolled(bench):
@@ -29,7 +28,7 @@ def foresight(
         seen = look(before, row["logits"][None])
         texts = [text for text in row["texts"] if text]
         long = torch.tensor([text[: max(AHEAD)] for text in texts if len(text) >= max(AHEAD)])
-        _add_likelihoods(bench.hmm, seen.plain, long, likely)
+        _add_likelihoods(dense, seen.plain, long, likely)
         firsts = torch.tensor([text[0] for text in texts])
         many = Beliefs(*(part.expand(len(texts), *part.shape[1:]) for part in vars(seen).values()))
         for later in LATER:
@@ -40,11 +39,14 @@ def foresight(
     return {count: float(np.mean(all_of)) / count for count, all_of in likely.items()}, shares
 
 
-def _add_likelihoods(hmm: HMM, predicted: Tensor, texts: Tensor, likely: dict[int, Any]) -> None:
+def _add_likelihoods(
+    dense: Dense, predicted: Tensor, texts: Tensor, likely: dict[int, Any]
+) -> None:
     predicted, total = predicted.expand(len(texts), -1), torch.zeros(len(texts))
     for place in range(texts.shape[1] if texts.ndim == 2 else 0):
-        stepped = inference.step(hmm, predicted, texts[:, place])
-        predicted, total = stepped.predicted, total + stepped.log_probability
+        seen = predicted * dense.emission[:, texts[:, place]].T
+        size = seen.sum(1, keepdim=True).clamp_min(LEAST)
+        predicted, total = (seen / size) @ dense.transition, total + size[:, 0].log()
         if place + 1 in likely:
             likely[place + 1] += total.tolist()
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from candidates import head as heads
 from candidates.evidence import heed
 from candidates.reference import Beliefs, Dense
+from candidates.windows import read_windows
 from candidates.writing import Look
 from foretrace import _tables
 from foretrace.attribute import tokenize
-from foretrace.distill import Corpus
 from foretrace.evaluate.generations import encode_from
 from foretrace.hmm import HMM
 
@@ -27,20 +28,20 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
 class Size:
     """How much of everything."""
 
-    rollouts: int = 64
+    rollouts: int = 48
     prefixes: int = 60
     texts: int = 20_000
     paths: int = 4_000
-    windows: int = 30_000
-    prompts: int = 50
-    continuations: int = 10
-    points: int = 3
+    windows: int = 16_000
+    prompts: int = 40
+    continuations: int = 8
+    points: int = 2
     tasks: int = 2
     step: int = 1
     """Of the candidates, every so many."""
 
 
-QUICK = Size(4, 2, 600, 64, 64, 2, 2, points=1, tasks=1, step=3)
+QUICK = Size(4, 1, 300, 64, 64, 2, 2, points=1, tasks=1, step=8)
 
 
 class Workbench:
@@ -50,7 +51,7 @@ class Workbench:
         self.size, self.kept, self.judges = size, kept, judges
         self.data = Path(os.environ["FORETRACE_DATA"])
         self.tokenizer = AutoTokenizer.from_pretrained(source)
-        self.lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        self.lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         self.hmm = HMM.from_pretrained(EXAMPLE).to(dtype=torch.float32)
         self.dense = Dense.of(self.hmm)
         self.begin = self.hmm.config.eos_token_ids[0]
@@ -90,8 +91,8 @@ class Workbench:
         """Find how what is believed of states is reconsidered."""
         if name == "filter":
             return lambda beliefs, _: beliefs
-        if name == "head":
-            head = self.head()
+        if name in ("head", "joint"):
+            head, _ = self.head(name)
 
             def believe(beliefs: Beliefs, logits: Tensor) -> Beliefs:
                 found = head(self.hidden)
@@ -102,31 +103,23 @@ class Workbench:
         damping, steps = {"half": (0.5, 1), "two": (1.0, 2)}[name]
         return lambda beliefs, logits: heed(self.dense, beliefs, logits.softmax(-1), damping, steps)
 
-    def head(self) -> heads.Head:
-        """Train a head on windows of the corpus that the HMM was distilled from."""
+    def tables(self, look: str) -> Dense:
+        """Find the HMM's tables: its own, but where a head was trained jointly with others."""
+        return self.head(look)[1] if look == "joint" else self.dense
 
-        def make() -> dict[str, Tensor]:
-            tokens = _first(Corpus(os.environ["FORETRACE_CORPUS"]), self.size.windows)
-            before, windows = tokens[:, :12], tokens[:, 12:28]
-            hidden = []
-            with torch.inference_mode():
-                for part in torch.split(before, 250):
-                    start = torch.full((len(part), 1), self.begin)
-                    self.lm(torch.cat([start, part], 1), logits_to_keep=1)
-                    hidden.append(self.hidden)
-            return vars(heads.train(self.dense, torch.cat(hidden).clone(), windows, epochs=5))
+    @cache  # noqa: B019  there is one workbench
+    def head(self, name: str) -> tuple[heads.Head, Dense]:
+        """Train a head on windows of what the LM wrote, alone or jointly with the tables."""
+        jointly = name == "joint"
 
-        return heads.Head(**self.keep("head", make))
+        def read() -> tuple[Tensor, Tensor]:
+            file = self.data / "lm" / "smollm2_samples.npz"
+            return read_windows(self.lm, file, self.size.windows, self.begin)
 
+        def make() -> dict[str, Any]:
+            given, rounds = self.keep("windows", read), 2 if jointly else 0
+            found, dense = heads.train(self.dense, *given, rounds=rounds, epochs=5)
+            return {"head": vars(found), "tables": vars(dense) if jointly else {}}
 
-def _first(corpus: Corpus, count: int) -> Tensor:
-    """Read rows that do not end early, as many as asked for."""
-    found: list[Tensor] = []
-    end = torch.tensor(corpus.manifest.eos_token_id)
-    for batch in corpus.batches(corpus.split(0), 1024, seed=0, epoch=0):
-        ended = torch.isin(batch[:, :28].long(), end).any(1)
-        whole = batch[~ended]
-        found.append(whole.long())
-        if sum(map(len, found)) >= count:
-            break
-    return torch.cat(found)[:count]
+        kept = self.keep(name, make)
+        return heads.Head(**kept["head"]), Dense(**kept["tables"]) if jointly else self.dense

@@ -5,9 +5,9 @@ from typing import Self
 
 
 class Bars:
-    """A bar for every stage that has begun."""
+    """A bar for every stage that has begun; of work that goes on when it is begun again, or not."""
 
-    def __init__(self, *, visible: bool = True) -> None:
+    def __init__(self, *, visible: bool = True, resumes: bool = True) -> None:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -28,6 +28,7 @@ class Bars:
             disable=not visible,
         )
         self._tasks: dict[str, int] = {}
+        self._resumes = resumes
 
     def show(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         """Show how far a stage is."""
@@ -50,4 +51,5 @@ class Bars:
     ) -> None:
         self._bars.stop()
         if kind is KeyboardInterrupt:
-            self._bars.console.print("Stopped. The same command goes on from what is done.")
+            then = "goes on from what is done" if self._resumes else "begins anew"
+            self._bars.console.print(f"Stopped. The same command {then}.")

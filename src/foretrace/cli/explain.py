@@ -52,12 +52,12 @@ def explain(
     goals = goals_of.load_goals(
         known, tokenizer, attributes, goal, strength, shift, horizon, neutral_end
     )
-    (given,) = encode_prompts(tokenizer, [prompt], goals)
     if text is None:
         options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
         (found,) = Writer(lm, tokenizer, goals, options).write([prompt], seed)
-        written = list(found.tokens)
+        given, written = found.prompt, found.tokens
     else:
+        (given,) = encode_prompts(tokenizer, [prompt], goals)
         written = tokenizer(text, add_special_tokens=False).input_ids
     account = account_for(
         lm,

@@ -50,7 +50,7 @@ def fidelity(
     )
     ends = known.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
-    with Bars() as bars:
+    with Bars(resumes=False) as bars:
         found = measure_fidelity(
             lm,
             target.lookahead,

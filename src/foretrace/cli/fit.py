@@ -168,7 +168,7 @@ class _Fitting:
             source=source,
             **self.settings,
         )
-        with Bars() as bars:
+        with Bars(resumes=False) as bars:
             for done, attribute in enumerate(attributes, 1):
                 store.add(attribute)
                 ranks.append(attribute.config.fit["auc"])

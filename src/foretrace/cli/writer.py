@@ -17,7 +17,8 @@ class Written:
 
     text: str
     probability: tuple[float, ...]
-    tokens: tuple[int, ...] = ()
+    prompt: Sequence[int] = ()
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Writer:
         counted = [[token for token in row if token not in ends] for row in tokens]
         likely = [goal.lookahead.attribute.probability(counted) for goal in self.goals]
         return [
-            Written(text, tuple(float(each[row]) for each in likely), tuple(tokens[row]))
+            Written(text, tuple(float(each[row]) for each in likely), encoded[row], tokens[row])
             for row, text in enumerate(texts)
         ]
 

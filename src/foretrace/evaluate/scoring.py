@@ -77,19 +77,20 @@ class Scorer:
             if not places:
                 continue
             judge = self._judge(self.builder.prompts[places[0][0]])
-            scores = self._scores([texts[row][place] for row, place in places], judge)
+            own = [texts[row][place] for row, place in places]
+            scores = self._scores(own, judge, self.folder)
             for (row, place), score in zip(places, scores, strict=True):
                 found[row][place] = score
             done += len(places)
             observe(done, total)
         return found
 
-    def _scores(self, texts: list[str], judge: Judge) -> list[Score]:
-        """Ask a judge what it has not been asked before."""
+    def _scores(self, texts: list[str], judge: Judge, folder: Path) -> list[Score]:
+        """Ask a judge what it has not been asked before, as far as that folder knows."""
         return judge_texts(
             texts,
             judge,
-            cache=self.folder / "judgements" / f"{self.name}.jsonl",
+            cache=folder / "judgements" / f"{self.name}.jsonl",
             batch_size=BATCH if self.plan.source is None else SLOW_BATCH,
         ).scores
 
@@ -150,7 +151,8 @@ class Scorer:
         if plan is None:
             return {}
         rows = plan.rows(self.data)
-        found = self._scores([row[plan.text] for row in rows], self._judge(rows[0]))
+        # Kept with the judges, which suites share: it is the same for all of them.
+        found = self._scores([row[plan.text] for row in rows], self._judge(rows[0]), self.judges)
         pairs = [
             (score, as_score(row[self.plan.calibration_score], self.plan.calibration_equals))
             for score, row in zip(found, rows, strict=True)

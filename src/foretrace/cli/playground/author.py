@@ -73,17 +73,14 @@ class LocalAuthor:
 
     def write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
         """Write, and account for every token by the goal, also of a bare text."""
-        from foretrace.engines.transformers import encode_prompts
-
         goals = self._goals(wish)
         limit = {"max_new_tokens": wish.max_new_tokens}
         writer = Writer(self.lm, self.tokenizer, goals, sampling(1.0, wish.top_p) | limit)
         (written,) = writer.write([wish.prompt], wish.seed, steered=steered, show=tell)
-        (prompt,) = encode_prompts(self.tokenizer, [wish.prompt], goals)
         account = account_for(
             self.lm,
             self.tokenizer,
-            prompt,
+            written.prompt,
             written.tokens,
             goals,
             max_new_tokens=wish.max_new_tokens,
