@@ -115,21 +115,98 @@ def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
 
 def test_too_many_terms_are_refused(hmm: HMM, folder: Path) -> None:
     many = " & ".join(["(nontoxic | formal)"] * 6)
-    with pytest.raises(InvalidInputError, match="64 is the most"):
+    with pytest.raises(InvalidInputError, match="16 is the most"):
         _library(hmm, folder).admit(_asked(many))
+
+
+def test_terms_of_all_goals_count_also_when_tables_are_there(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    goals = [
+        "(nontoxic | formal) & ~mixed",
+        "~formal | mixed",
+        "(nontoxic | mixed) & ~mixed & ~formal",
+    ]
+    for goal in goals:
+        library.admit(_asked(goal))
+    with pytest.raises(InvalidInputError, match="come to 19 terms"):
+        library.admit(_asked(goals))
+    assert len(library.admit(_asked(goals[:2]))) == 2
+
+
+def test_sizes_are_checked_before_anything_is_computed(
+    hmm: HMM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(
+        hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=lambda: LETTERS
+    )
+    monkeypatch.setattr(library, "_build", None)
+    monkeypatch.setattr(Spelling, "mentions", None)  # would go through the whole vocabulary
+    for goal, why in {
+        f'mentions("{"abcdefghijklmnopqrstuvwxyz" * 3}")': "79 states",
+        'mentions("abcdefgh") & mentions("ijklmnop") & mentions("qrstuvwx")': "92 states",
+        "nontoxic & ~mixed & ~formal & ~nontoxic & (formal | nontoxic | "
+        '~mentions("abcdefghijklmnopqrstuvwxyz"))': "for all terms",
+        "~nontoxic & ~formal & ~mixed & (nontoxic | formal | mixed)": "is the most here",
+    }.items():
+        with pytest.raises(InvalidInputError, match=why):
+            library.admit(_asked(goal))
+
+
+def test_a_read_only_library_builds_nothing(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    library.read_only = True
+    with pytest.raises(InvalidInputError, match="not built"):
+        library.admit(_asked("formal"))
+    assert not list(library.shelf.folder.iterdir())
+    keys = _library(hmm, folder).admit(_asked("formal"))
+    assert library.admit(_asked("formal")) == keys
+
+
+def test_leased_tables_are_not_evicted(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    library.admit(_asked("formal"))
+    size = sum(file.stat().st_size for file in library.shelf.folder.iterdir())
+    other = _library(hmm, folder, disk=size)  # as another process would
+    leases = library.lease(_asked("formal"))
+    assert leases is not None
+    assert library.lease(_asked("mixed")) is None
+    with pytest.raises(InvalidInputError, match="does not fit"):
+        other.admit(_asked("mixed"))
+    for lease in leases:
+        lease.release()
+        lease.release()
+    other.admit(_asked("mixed"))
+    assert library.lease(_asked("formal")) is None
+
+
+def test_the_decoding_process_does_not_build(hmm: HMM, folder: Path) -> None:
+    library = _library(hmm, folder)
+    keys = library.admit(_asked("formal"))
+    for file in library.shelf.folder.iterdir():
+        file.unlink()
+    with pytest.raises(ForetraceError):
+        library.goals(_asked("formal"), keys, build=False)
+    assert library.goals(_asked("formal"), keys)
+
+
+def _stored_size(hmm: HMM, folder: Path, name: str) -> int:
+    library = Library(hmm, folder, folder.parent / "measured", horizon=HORIZON)
+    library.admit(_asked(name))
+    return sum(file.stat().st_size for file in library.shelf.folder.iterdir())
 
 
 def test_memory_and_disk_have_their_budgets(hmm: HMM, folder: Path) -> None:
     one = Lookahead(hmm, Attribute.load(folder / "formal.safetensors"), HORIZON).nbytes
     events: list[str] = []
-    library = _library(hmm, folder, memory=2 * one, disk=1)
+    library = _library(hmm, folder, memory=2 * one, disk=_stored_size(hmm, folder, "formal") + 100)
     library.observe = lambda event, value: events.append(event)
     for name in ("nontoxic", "formal", "mixed", "mixed", "nontoxic"):
         asked = _asked(name)
         library.goals(asked, library.admit(asked))
     assert events.count("hit") == 1  # mixed, the second time
     assert len(library._kept) == 2
-    assert not list(library.shelf.folder.iterdir())  # what the disk may not keep is built again
+    assert events.count("build") == 4  # the disk holds one table
+    assert len(list(library.shelf.folder.glob("*.table"))) == 1
 
 
 def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
@@ -147,9 +224,11 @@ def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
 
 def test_what_was_admitted_is_not_exchanged(hmm: HMM, folder: Path) -> None:
     """Neither its file nor its table is there any more: better no text than another attribute's."""
-    library = _library(hmm, folder, disk=1)
+    library = _library(hmm, folder)
     keys = library.admit(_asked("formal"))
     _write(folder, "formal", 7)
+    for file in library.shelf.folder.iterdir():
+        file.unlink()
     with pytest.raises(ForetraceError):
         library.goals(_asked("formal"), keys)
 
@@ -183,22 +262,17 @@ def test_what_must_occur_is_built_and_read_again(hmm: HMM, folder: Path) -> None
     assert goal.lookahead.attribute.terms.states == 5  # what is forbidden is never left
     text = [[1, 2, 3], [1, 2, 3, 25], [3, 2, 1]]
     assert [each > 0 for each in goal.lookahead.attribute.probability(text)] == [True, False, False]
-    admitting.require_room(keys, 3)
+    admitting.admit(asked, 3)
     with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
-        admitting.require_room(keys, 2)
+        admitting.admit(asked, 2)
 
 
-def test_texts_that_are_too_much_are_refused(
-    hmm: HMM, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_are_too_much_are_refused(hmm: HMM, folder: Path) -> None:
     asked = _asked("nontoxic", must_contain=["abcdefgh", "ijklmnop", "qrstuvwx"])
     with pytest.raises(InvalidInputError, match="does not know its tokenizer"):
         _library(hmm, folder).admit(asked)
     tables = folder.parent / "tables"
     knowing = Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS)
-    with pytest.raises(InvalidInputError, match="64 states is the most"):
-        knowing.admit(asked)
-    monkeypatch.delattr(Attribute, "occurrence")  # it is known, and not tried again
     with pytest.raises(InvalidInputError, match="64 states is the most"):
         knowing.admit(asked)
 
@@ -214,12 +288,10 @@ def test_saved_goals_that_remember_are_checked_as_well(hmm: HMM, folder: Path) -
         occurs = Attribute.occurrence(name, LETTERS.tokens)
         occurs.save(folder / f"{name}.safetensors")
     library = _library(hmm, folder)
-    keys = library.admit(_asked("abc"))
     with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
-        library.require_room(keys, 2)
-    both = library.admit(_asked(["abc", "xyz"]))
+        library.admit(_asked("abc"), 2)
     with pytest.raises(InvalidInputError, match="Join them by &"):
-        library.require_room(both, 20)
+        library.admit(_asked(["abc", "xyz"]), 20)
 
 
 def test_another_spelling_is_another_table(hmm: HMM, folder: Path) -> None:
@@ -245,3 +317,17 @@ def test_a_tokenizer_that_fails_is_asked_once(hmm: HMM, folder: Path) -> None:
         with pytest.raises(InvalidInputError, match="cannot be used: It spells nothing"):
             library.admit(_asked('mentions("ab")'))
     assert asked == [1]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_once(hmm: HMM, folder: Path) -> None:
+    tried = []
+
+    def absent() -> Spelling:
+        tried.append(1)
+        raise OSError("no such repository")
+
+    library = Library(hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=absent)
+    for _ in range(3):
+        with pytest.raises(InvalidInputError, match="tokenizer cannot be used: its log says why"):
+            library.admit(_asked('mentions("ab")'))
+    assert tried == [1]

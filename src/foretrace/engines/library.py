@@ -1,8 +1,7 @@
-"""Attributes of a folder as lookahead tables: built once, kept on disk and in memory.
+"""Lookahead tables of the attributes in a folder: built once, cached on disk and in memory.
 
-Whoever admits a request builds what it asks for, and whoever decodes it reads that: an attribute
-that is met for the first time holds up nobody else, and one that is removed or replaced after a
-request was admitted changes nothing for it.
+One process builds the tables of a request before it is admitted, and the decoding process loads
+them. An attribute file that is replaced after a request was admitted changes nothing for it.
 """
 
 import hashlib
@@ -10,16 +9,19 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
+from typing import NamedTuple
+
+import torch
 
 from foretrace.attribute import Attribute, AttributeStore, Expression
 from foretrace.engines.asked import Asked
-from foretrace.engines.shelf import Shelf
+from foretrace.engines.shelf import Lease, Shelf
 from foretrace.engines.spelling import Spelling
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
@@ -28,14 +30,22 @@ from foretrace.lookahead import Goal, Lookahead
 logger = logging.getLogger(__name__)
 
 VERSION = 2  # of the tables: others are not read
-MOST_TERMS = 64  # of a request: every term has its own table, and its own share of a step
-MOST_STATES, MOST_TABLES = 64, 256  # of an automaton, and of that for all terms: each has a table
-MOST_REMEMBERED = 4_096  # small facts about requests that came before
-MOST_COMPARED = 2_000  # names, when one is misspelt
+MAX_TERMS = 16  # of all goals of a request: each costs a table, and its share of every step
+MAX_STATES, MAX_TABLES = 64, 256  # of a goal's automaton, and of that times the goal's terms
+MAX_REMEMBERED = 4_096  # entries of the small caches below
+MAX_COMPARED = 500  # names, when a name is misspelt
+
+
+class GoalSize(NamedTuple):
+    """What a goal costs, known without its tables."""
+
+    terms: int
+    min_tokens: int | None
+    """Tokens that the shortest text with the attribute has; None if no text is required."""
 
 
 class Library:
-    """An HMM, a folder of attributes, and a folder of tables; used by many threads."""
+    """An HMM, a folder of attributes, and a disk cache of tables; used by many threads."""
 
     def __init__(
         self,
@@ -51,8 +61,15 @@ class Library:
     ) -> None:
         """Open the folders.
 
-        `memory` and `disk` are budgets in bytes; `spelled` gives what tokens stand for, when a
-        request says what must occur; `observe` is told of hits and builds.
+        Args:
+            hmm: The HMM that tables are built for.
+            attributes: Folder of attribute files.
+            tables: Parent folder of the disk cache.
+            horizon: Tokens that every table looks ahead.
+            memory: Budget in bytes for tables in memory.
+            disk: Budget in bytes for tables on disk.
+            spelled: Loads the bytes of each token, for goals that name texts.
+            observe: Called with "hit", "miss" or "build" and a number.
         """
         self.hmm, self.horizon = hmm, horizon
         self.store = AttributeStore(
@@ -60,9 +77,10 @@ class Library:
         )
         self.memory, self.observe = memory, observe
         self.shelf = Shelf(tables, disk)
+        self.read_only = False
+        """Whether tables are built elsewhere: then `admit` refuses what is not there."""
         self._spelled = None if spelled is None else cache(_once(spelled))
-        self._refusals: OrderedDict[tuple[str, int], str] = OrderedDict()
-        self._fewest = lru_cache(MOST_REMEMBERED)(self._count_fewest)
+        self._size = lru_cache(MAX_REMEMBERED)(self._read_size)
         self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
         self._bytes = 0
@@ -70,41 +88,89 @@ class Library:
         self._building: dict[str, Lock] = {}
         self._listed: tuple[int, list[str]] = (0, [])
 
-    def admit(self, asked: Asked) -> list[str]:
-        """Make sure that the tables of a request are there; give the key of each goal."""
+    def keys(self, asked: Asked) -> list[str]:
+        """Return the key of each goal's table, without building any.
+
+        Raises:
+            InvalidInputError: An attribute is unknown, or the horizon is larger than the server's.
+        """
         if asked.horizon is not None and asked.horizon > self.horizon:
             raise InvalidInputError(
                 f"This server looks {self.horizon} tokens ahead at most, not {asked.horizon}."
             )
-        keys = [self._key(goal.expression) for goal in asked.goals]
-        for key, goal in zip(keys, asked.goals, strict=True):
-            if not self.shelf.has(key):
-                self._build_once(key, goal.expression, MOST_TERMS // len(keys))
+        return [self._key(goal.expression) for goal in asked.goals]
+
+    def lease(self, asked: Asked) -> list[Lease] | None:
+        """Keep the tables of a request from being evicted; None if one is not there."""
+        leases: list[Lease] = []
+        for key in self.keys(asked):
+            lease = self.shelf.lease(key)
+            if lease is None:
+                for other in leases:
+                    other.release()
+                return None
+            leases.append(lease)
+        return leases
+
+    def admit(self, asked: Asked, limit: int | None = None) -> list[str]:
+        """Check a request, make sure that its tables are there, and return their keys.
+
+        Args:
+            asked: The request's goals.
+            limit: Tokens that the text has at most.
+
+        Raises:
+            InvalidInputError: The request is not valid, costs too much, or (where the library is
+                read-only) needs a table that was not built.
+        """
+        keys = self.keys(asked)
+        missing = [i for i, key in enumerate(keys) if not self.shelf.has(key)]
+        if missing and self.read_only:
+            raise InvalidInputError(
+                "The tables of this goal are not built. The server builds tables for JSON requests "
+                "to /v1/ only: send the goal there first."
+            )
+        if missing:
+            self._require_small([goal.expression for goal in asked.goals])
+        for i in missing:
+            self._build_once(keys[i], asked.goals[i].expression)
+        self._check_sizes([self._size(key) for key in keys], limit)
         return keys
 
-    def require_room(self, keys: Sequence[str], limit: int | None) -> None:
-        """Raise unless what must occur, in one goal at most, fits into so many tokens."""
-        needs = [fewest for key in keys if (fewest := self._fewest(key)) is not None]
-        if len(needs) > 1:
+    def _check_sizes(self, sizes: Sequence[GoalSize], limit: int | None) -> None:
+        """Raise if the goals of a request have too many terms, or too few tokens to be met."""
+        _require_few_terms(sum(size.terms for size in sizes))
+        required = [size.min_tokens for size in sizes if size.min_tokens is not None]
+        if len(required) > 1:
             raise InvalidInputError(
                 "Two goals say what must occur or must not. Join them by & to one."
             )
-        if limit is not None and needs and needs[0] > limit:
+        if limit is not None and required and required[0] > limit:
             raise InvalidInputError(
-                f"What must occur takes {needs[0]} tokens at least, and the text may have {limit}. "
-                f"Let it be longer."
+                f"What must occur takes {required[0]} tokens at least, and the text may have "
+                f"{limit}. Let it be longer."
             )
 
-    def _count_fewest(self, key: str) -> int | None:
-        """Count the tokens that a goal takes at least; None if nothing must occur, or must not."""
-        memory = self.shelf.attribute(key).terms.memory
-        return None if memory is None else int(memory.fewest(self.hmm.vocab_size)[0])
+    def _read_size(self, key: str) -> GoalSize:
+        terms = self.shelf.attribute(key).terms
+        if terms.memory is None:
+            return GoalSize(len(terms), None)
+        return GoalSize(len(terms), int(terms.memory.fewest(self.hmm.vocab_size)[0]))
 
-    def goals(self, asked: Asked, keys: list[str]) -> tuple[Goal, ...]:
-        """Give what an admitted request asks for; the tables are read if they are not in memory."""
+    def goals(self, asked: Asked, keys: list[str], *, build: bool = True) -> tuple[Goal, ...]:
+        """Load the goals of an admitted request.
+
+        Args:
+            asked: The request's goals.
+            keys: What `admit` returned for it.
+            build: Whether to build a table that was evicted meanwhile, or to raise.
+        """
         return tuple(
             Goal(
-                self._lookahead(key, goal.expression), goal.strength, goal.shift, asked.neutral_end
+                self._lookahead(key, goal.expression, build),
+                goal.strength,
+                goal.shift,
+                asked.neutral_end,
             )
             for key, goal in zip(keys, asked.goals, strict=True)
         )
@@ -124,7 +190,7 @@ class Library:
 
     def _unknown(self, name: str) -> InvalidInputError:
         names = [each for each in self.names() if abs(len(each) - len(name)) <= 3]
-        like = get_close_matches(name[:100], names[:MOST_COMPARED], n=1)
+        like = get_close_matches(name[:100], names[:MAX_COMPARED], n=1)
         hint = f"Did you mean {like[0]}?" if like else "Check the spelling."
         return InvalidInputError(f"There is no attribute called {name[:100]}. {hint}")
 
@@ -138,8 +204,8 @@ class Library:
             return []
         return self._listed[1]
 
-    def _lookahead(self, key: str, expression: Expression) -> Lookahead:
-        """Find a lookahead in memory, on disk, or build it."""
+    def _lookahead(self, key: str, expression: Expression, build: bool) -> Lookahead:
+        """Find a lookahead in memory or on disk, or build it."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -147,15 +213,16 @@ class Library:
                 return self._kept[key]
         self.observe("miss", 1)
         try:
-            found = self.shelf.read(key, self.hmm, self.horizon)
+            lookahead = self.shelf.read(key, self.hmm, self.horizon)
         except ForetraceError:
-            if self._key(expression) != key:
-                raise  # the attributes are others now: what was admitted cannot be built again
-            found = self._build(key, expression)
-        return self._keep(key, found)
+            # A request keeps the attributes it was admitted with: others are not built for it.
+            if not build or self._key(expression) != key:
+                raise
+            lookahead = self._build(key, expression)
+        return self._keep(key, lookahead)
 
     def _keep(self, key: str, lookahead: Lookahead) -> Lookahead:
-        """Keep it in memory, and forget what was not asked for longest if there is too much."""
+        """Keep a lookahead in memory; drop the least recently used ones over the budget."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = lookahead
@@ -164,66 +231,70 @@ class Library:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return lookahead
 
-    def _build_once(self, key: str, expression: Expression, most: int) -> None:
-        """Build a table, unless somebody else does so just now: then wait for it."""
+    def _build_once(self, key: str, expression: Expression) -> None:
+        """Build a table, or wait for the thread that is building it."""
         with self._lock:
             turn = self._building.setdefault(key, Lock())
         with turn:
             try:
-                if (key, most) in self._refusals:
-                    raise InvalidInputError(self._refusals[key, most])
                 if not self.shelf.has(key):
-                    self._build(key, expression, most)
-            except InvalidInputError as error:
-                self._remember_refusal(key, most, str(error))
-                raise
+                    self._build(key, expression)
             finally:
                 with self._lock:
                     self._building.pop(key, None)
 
-    def _remember_refusal(self, key: str, most: int, why: str) -> None:
-        """Refuse the same again without trying: it may have taken a second to find out."""
-        with self._lock:
-            self._refusals[key, most] = why
-            while len(self._refusals) > MOST_REMEMBERED:
-                self._refusals.popitem(last=False)
+    def _require_small(self, expressions: Sequence[Expression]) -> None:
+        """Raise if goals would cost too much, before anything of their size is computed.
 
-    def _build(self, key: str, expression: Expression, most: int = MOST_TERMS) -> Lookahead:
+        The goals are built over an alphabet of bytes instead of the vocabulary. An automaton over
+        tokens has no more states than the one over bytes, and the terms are the same.
+        """
+        terms = 0
+        for expression in expressions:
+            attributes = {
+                name: _over_bytes(i, self._load(name)) for i, name in enumerate(expression.names)
+            }
+            small = expression.build(
+                attributes, lambda mention: Attribute.occurrence(mention.texts, BYTES)
+            ).terms
+            if small.states > MAX_STATES or small.states * len(small) > MAX_TABLES:
+                raise InvalidInputError(
+                    f"What must occur or must not comes to an automaton of {small.states} states, "
+                    f"for each of {len(small)} terms; {MAX_STATES} states is the most here, and "
+                    f"{MAX_TABLES} for all terms together. Use fewer or shorter texts, or fewer "
+                    f"attributes."
+                )
+            terms += len(small)
+        _require_few_terms(terms)
+
+    def _build(self, key: str, expression: Expression) -> Lookahead:
         began = perf_counter()
         attributes = {name: self._load(name) for name in expression.names}
-        sizes = {name: _Size(len(a.terms)) for name, a in attributes.items()}
-        terms = expression.build(sizes, lambda mention: _Size(1, certain=True))
-        if terms.count > most:
-            raise InvalidInputError(
-                f"The goal comes to {terms.count} terms, and {most} is the most here. Use fewer "
-                f"attributes in one expression."
-            )
         attribute = expression.build(
             attributes, lambda mention: self._spelling().mentions(mention.texts)
         )
-        states, count = attribute.terms.states, len(attribute.terms)
-        if states > MOST_STATES or states * count > MOST_TABLES:
-            raise InvalidInputError(
-                f"What must occur or must not comes to an automaton of {states} states, for each "
-                f"of {count} terms; {MOST_STATES} states is the most here, and {MOST_TABLES} for "
-                f"all terms together. Use fewer or shorter texts, or fewer attributes."
-            )
         lookahead = Lookahead(self.hmm, attribute, self.horizon)
         self.shelf.write(key, lookahead)
         self.observe("build", perf_counter() - began)
         return lookahead
 
     def _spelling(self) -> Spelling:
-        """Give what tokens stand for."""
+        """Return the bytes of each token; the first call loads the tokenizer."""
         if self._spelled is None:
             raise InvalidInputError(
                 "This server does not know its tokenizer, which it needs for what must occur or "
                 "must not. Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
             )
-        found = self._spelled()
-        if isinstance(found, ForetraceError):
-            raise InvalidInputError(f"This server's tokenizer cannot be used: {found}")
-        return found
+        loaded = self._spelled()
+        if isinstance(loaded, Exception):
+            why = loaded if isinstance(loaded, ForetraceError) else "its log says why."
+            raise InvalidInputError(f"This server's tokenizer cannot be used: {why}")
+        return loaded
+
+    def load_tokenizer(self) -> None:
+        """Load the tokenizer now, so that no request waits for it."""
+        if self._spelled is not None:
+            self._spelled()
 
     def _load(self, name: str) -> Attribute:
         try:
@@ -237,35 +308,40 @@ class Library:
             ) from error
 
 
-def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | ForetraceError]:
-    """Give why it failed instead of failing: that is remembered, too."""
+def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | Exception]:
+    """Return a function that returns an error instead of raising it, so that it can be cached."""
 
-    def tried() -> Spelling | ForetraceError:
+    def tried() -> Spelling | Exception:
         try:
             return spelled()
-        except ForetraceError as error:
+        except Exception as error:  # whatever a tokenizer's files or code raise
+            logger.exception("The server's tokenizer cannot be used")
             return error
 
     return tried
 
 
-@dataclass(frozen=True)
-class _Size:
-    """How many terms an expression may have: what attributes are combined into, counted."""
+BYTES = [bytes([value]) for value in range(256)]
+"""A vocabulary of single bytes."""
 
-    count: int
-    certain: bool = False
-    """Whether it is made of what must occur alone: that is one term, whatever the signs."""
 
-    def __and__(self, other: "_Size") -> "_Size":
-        return self._joined(self.count * other.count, other)
+def _over_bytes(index: int, attribute: Attribute) -> Attribute:
+    """Return an attribute over bytes whose terms combine as another's do.
 
-    def __or__(self, other: "_Size") -> "_Size":
-        return self._joined(self.count + other.count + self.count * other.count, other)
+    Its one token has a random integer as log-weight in each term: sums of these are exact, and
+    equal only where the same terms were multiplied. A constant term stays constant.
+    """
+    terms = attribute.terms
+    generator = torch.Generator().manual_seed(index)
+    random = torch.randint(1, 1 << 40, (len(terms), 1), generator=generator).double()
+    constant = (terms.log_weights == 0).all(1, keepdim=True)
+    token = torch.tensor([index], dtype=torch.int32)
+    return Attribute(replace(terms, tokens=token, log_weights=torch.where(constant, 0.0, -random)))
 
-    def __invert__(self) -> "_Size":
-        return self if self.certain else _Size(self.count + 1)
 
-    def _joined(self, count: int, other: "_Size") -> "_Size":
-        certain = self.certain and other.certain
-        return _Size(1 if certain else count, certain)
+def _require_few_terms(count: int) -> None:
+    if count > MAX_TERMS:
+        raise InvalidInputError(
+            f"The goals come to {count} terms, and {MAX_TERMS} is the most here. Use fewer "
+            f"attributes in one request."
+        )

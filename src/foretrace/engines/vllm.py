@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADMITTED, STOPS = "foretrace_tables", "foretrace_stops"  # what admission writes into a request
+# What validation writes into a request's arguments.
+ADMITTED, STOPS, LEASED = "foretrace_tables", "foretrace_stops", "foretrace_leased"
 
 
 @dataclass
@@ -83,13 +84,14 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             if asked is None:
                 return
             library = open_library(torch.device("cpu"), counters.observe_library)
-            keys = library.admit(asked)
-            library.require_room(keys, params.max_tokens)
+            keys = library.admit(asked, params.max_tokens)
         except ForetraceError:
             counters.REFUSED.inc()
             raise
         stops = [] if params.ignore_eos else _stop_at(params, library.hmm.config.eos_token_ids)
-        params.extra_args = {**params.extra_args, ADMITTED: keys, STOPS: stops}
+        # The server's middleware leases the tables: they cannot be evicted before decoding.
+        leased = {LEASED: True} if library.read_only else {}
+        params.extra_args = {**params.extra_args, ADMITTED: keys, STOPS: stops, **leased}
 
     def _admitted(
         self, params: "SamplingParams", prompt: list[int] | None, length: int
@@ -98,8 +100,10 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         asked = read_asked(params.extra_args)
         if asked is None:
             return None
-        keys = (params.extra_args or {}).get(ADMITTED) or self.library.admit(asked)
-        goals = self.library.goals(asked, keys)
+        extra = params.extra_args or {}
+        keys = extra.get(ADMITTED) or self.library.admit(asked)
+        # A server's decoding process never builds: that would hold up the whole batch.
+        goals = self.library.goals(asked, keys, build=not extra.get(LEASED, False))
         limit = min(params.max_tokens or self.longest, self.longest - length)
         ends = tuple(params.all_stop_token_ids)
         return Request(goals, tuple(prompt or ()), limit, asked.horizon, ends)
@@ -239,10 +243,12 @@ def _stop_at(params: "SamplingParams", ends: tuple[int, ...]) -> list[int]:
 def _forget_admission(params: "SamplingParams") -> None:
     """Undo what an admission before left: the same object may be sent again, with no goal."""
     given = dict(params.extra_args or {})
-    given.pop(ADMITTED, None)
+    for key in (ADMITTED, LEASED):
+        given.pop(key, None)
     stops = given.pop(STOPS, None)
     if isinstance(stops, list):
         params.stop_token_ids = [each for each in params.stop_token_ids or [] if each not in stops]
+        params.all_stop_token_ids.difference_update(stops)
     if params.extra_args is not None:
         params.extra_args = given
 
