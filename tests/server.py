@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, NamedTuple
 
+API_KEY, HOSTILE_KEY = "none", "hostile"
 SLOWEST_START = 300  # seconds
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -20,6 +21,18 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }
+
+
+class RealServer(NamedTuple):
+    """A running server."""
+
+    address: str
+    attributes: Path
+    tables: Path
+
+    def built(self) -> set[str]:
+        """List the tables on disk."""
+        return {path.name for path in self.tables.rglob("*.table")}
 
 
 def free_port() -> int:
@@ -85,7 +98,7 @@ async def _ask_all(
     limits = httpx.Limits(max_connections=concurrency)
     http = httpx.AsyncClient(limits=limits, timeout=600)
     async with AsyncOpenAI(
-        base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http
+        base_url=f"{address}/v1", api_key=API_KEY, max_retries=0, http_client=http
     ) as client:
         turn = asyncio.Semaphore(concurrency)
 

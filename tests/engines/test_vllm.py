@@ -25,7 +25,7 @@ from foretrace.engines.transformers import generate_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from random_attributes import write_random
-from server import ask_all, completion, serving, steered
+from server import RealServer, ask_all, completion, serving, steered
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
@@ -48,14 +48,9 @@ def _tokens(answer: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def real(real_server: RealServer) -> tuple[str, Path]:
     """A server of a real LM, and the folder of its attributes."""
-    folder = tmp_path_factory.mktemp("real")
-    hmm = HMM.from_pretrained(EXAMPLE)
-    _attributes(folder / "attributes", hmm.vocab_size, 3, hmm.config.tokenizer_fingerprint)
-    command = steered(smollm2, EXAMPLE, folder / "attributes", "--max-num-seqs", 16)
-    with serving(command, folder / "log") as address:
-        yield address, folder / "attributes"
+    return real_server.address, real_server.attributes
 
 
 def test_it_writes_what_transformers_writes(real: tuple[str, Path], smollm2: Path) -> None:

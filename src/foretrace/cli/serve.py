@@ -31,6 +31,7 @@ def serve(
         Path | None, typer.Option(help="Where to keep tables; else a folder for temporary files.")
     ] = None,
     disk: Annotated[int, typer.Option(min=1, help="MB for tables on the disk.")] = 8192,
+    body: Annotated[int, typer.Option(min=1, help="MB that a request's body has at most.")] = 32,
 ) -> None:
     """Start vLLM's OpenAI-compatible server; options that are not named here are vLLM's own."""
     from foretrace.attribute import AttributeStore
@@ -49,6 +50,7 @@ def serve(
         horizon=horizon,
         memory_mb=memory,
         disk_mb=disk,
+        body_mb=body,
     )
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     typer.echo(f"HMM: {known}", err=True)

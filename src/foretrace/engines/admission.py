@@ -1,11 +1,14 @@
-"""Tables are built before a request is admitted, in a thread of their own: nobody waits for them.
+"""ASGI middleware for vLLM's server: builds the tables of a request before vLLM checks it.
 
-An ASGI middleware for vLLM's server. vLLM checks a request's arguments on the thread that answers
-all others; a table that is built there holds them up. Here it is built beforehand.
+vLLM checks a request on the thread that answers all clients, so nothing is built there. vLLM calls
+this middleware before its own check of the API key, so this middleware does nothing until the
+application asks for the request's body: vLLM does that after it has checked the key.
 """
 
 import asyncio
+import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -13,7 +16,10 @@ import torch
 
 from foretrace.engines import counters
 from foretrace.engines.asked import read_asked
-from foretrace.engines.settings import open_library
+from foretrace.engines.build_queue import BuildQueue, TooManyBuildsError
+from foretrace.engines.build_worker import BuildWorker
+from foretrace.engines.settings import Settings, open_library
+from foretrace.engines.shelf import Lease
 from foretrace.errors import ForetraceError
 
 Message = MutableMapping[str, Any]
@@ -21,42 +27,152 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+# The key of a request's arguments, or an escape of a letter, by which JSON can hide it.
+NAMES_GOAL = re.compile(rb"vllm_xargs|\\u00[5-7]")
+GUARDED = "/v1/"  # the path of requests that vLLM checks the API key of
+DISCONNECTED = {"type": "http.disconnect"}
+
 
 class Admission:
-    """Prepares what a request asks for, and hands it on as it came."""
+    """Builds the tables of requests, and hands the requests on unchanged."""
 
     def __init__(self, app: App) -> None:
         self.app = app
         self.library = open_library(torch.device("cpu"), counters.observe_library)
+        self.library.read_only = True  # vLLM's check of a request must not build
+        self.library.load_tokenizer()
+        self.max_body = Settings.from_environment().body_mb << 20
+        self.worker = BuildWorker()
+        self.worker.start()
+        self.queue = BuildQueue(self.worker.build)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Look at what may be a request for a text; let everything else pass."""
-        wanted = scope["type"] == "http" and scope["method"] == "POST"
-        if not wanted or not scope["path"].startswith("/v1/"):
+        """Pass a request to the application, and build its tables when its body is read."""
+        if scope["type"] == "http" and scope["method"] == "POST" and _is_json(scope):
+            request = _Request(self, scope, receive, send)
+            try:
+                await self.app(scope, request.receive, request.send)
+            finally:
+                request.release()
+        else:
             await self.app(scope, receive, send)
-            return
-        messages, body, more = [], b"", True
-        while more:
-            message = await receive()
+
+
+class _Request:
+    """One request: its body is read whole, and its tables are leased until it is answered."""
+
+    def __init__(self, admission: Admission, scope: Message, receive: Receive, send: Send) -> None:
+        self.admission, self.scope = admission, scope
+        self._receive, self._send = receive, send
+        self._messages: list[Message] | None = None
+        self._leases: list[Lease] = []
+        self._refused = False
+
+    def release(self) -> None:
+        """Let the tables be evicted."""
+        for lease in self._leases:
+            lease.release()
+
+    async def receive(self) -> Message:
+        """Return the next message of the body; the first call builds the tables."""
+        if self._messages is None:
+            self._messages = []
+            try:
+                self._messages = await self._read()
+                body = b"".join(message.get("body", b"") for message in self._messages)
+                if NAMES_GOAL.search(body):
+                    await self._prepare(body)
+            except _RefusedError as refusal:
+                await self._refuse(refusal)
+            self._messages.reverse()
+        if self._refused:
+            return DISCONNECTED
+        return self._messages.pop() if self._messages else await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """Pass the application's answer on, unless the request was refused here."""
+        if not self._refused:
+            await self._send(message)
+
+    async def _read(self) -> list[Message]:
+        """Read the body, up to the limit."""
+        limit = self.admission.max_body
+        header = _header(self.scope, b"content-length") or b""
+        declared, size = int(header) if header.isdigit() else 0, 0
+        messages: list[Message] = []
+        while max(declared, size) <= limit:
+            message = await self._receive()
             messages.append(message)
-            body += message.get("body", b"")
-            more = message["type"] == "http.request" and message.get("more_body", False)
-        if b"vllm_xargs" in body:
-            await self._prepare(body)
-        read = iter(messages)
-
-        async def again() -> Message:
-            """Give what was read, and then what is new: that the client has gone, for one."""
-            return next(read, None) or await receive()
-
-        await self.app(scope, again, send)
+            size += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return messages
+        raise _RefusedError(413, f"A request has {limit >> 20} MB at most.")
 
     async def _prepare(self, body: bytes) -> None:
-        """Build tables. What is wrong is not said here: vLLM's own check will say it."""
+        """Build or find the tables that the body asks for, and lease them."""
         try:
-            given = json.loads(body).get("vllm_xargs")
-            asked = read_asked(given) if isinstance(given, dict) else None
-            if asked is not None:
-                await asyncio.to_thread(self.library.admit, asked)
-        except (ForetraceError, ValueError, AttributeError, OSError, RecursionError):
+            params = json.loads(body).get("vllm_xargs")
+            asked = read_asked(params) if isinstance(params, dict) else None
+        except (ValueError, AttributeError, RecursionError):
+            return  # vLLM's own check says what is wrong
+        if asked is None:
             return
+        admission = self.admission
+        try:
+            leases = await asyncio.to_thread(admission.library.lease, asked)
+            if leases is None and self._path().startswith(GUARDED):
+                keys = admission.library.keys(asked)
+                await admission.queue.build(_client(self.scope), keys, params)
+                leases = await asyncio.to_thread(admission.library.lease, asked)
+        except TooManyBuildsError as error:
+            raise _RefusedError(429, str(error), error.retry_after) from error
+        except ForetraceError as error:
+            raise _RefusedError(400, str(error)) from error
+        except OSError as error:
+            raise _RefusedError(503, "The server cannot build tables now. Try later.", 5) from error
+        self._leases = leases or []
+
+    def _path(self) -> str:
+        path: str = self.scope["path"]
+        return path.removeprefix(self.scope.get("root_path", ""))
+
+    async def _refuse(self, refusal: "_RefusedError") -> None:
+        """Answer the request in the place of the application."""
+        counters.REFUSED.inc()
+        self._refused = True
+        error = {"message": refusal.why, "type": "Refused", "param": None, "code": refusal.status}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        if refusal.retry_after is not None:
+            headers.append((b"retry-after", str(refusal.retry_after).encode()))
+        start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+
+class _RefusedError(Exception):
+    """A request that is answered here, and why."""
+
+    def __init__(self, status: int, why: str, retry_after: int | None = None) -> None:
+        super().__init__(why)
+        self.status, self.why, self.retry_after = status, why, retry_after
+
+
+def _header(scope: Message, name: bytes) -> bytes | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for key, value in headers if key == name), None)
+
+
+def _is_json(scope: Message) -> bool:
+    return b"json" in (_header(scope, b"content-type") or b"").lower()
+
+
+def _client(scope: Message) -> str:
+    """Identify who sends a request: by the API key, else by the address."""
+    key = _header(scope, b"authorization")
+    if key:
+        return hashlib.sha256(key).hexdigest()
+    return str((scope.get("client") or ["unknown"])[0])

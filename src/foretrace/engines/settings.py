@@ -33,6 +33,8 @@ class Settings:
     horizon: int = 64
     memory_mb: int = 1024
     disk_mb: int = 8192
+    body_mb: int = 32
+    """Size of a request's body at most."""
     tokenizer: str = ""
     """That of the LM, a folder or a hub id: for requests that say what must occur or must not."""
 
@@ -48,7 +50,7 @@ class Settings:
             raise InvalidInputError(
                 f"Set {PREFIX}{missing[0].upper()}, or start the server with `foretrace serve`."
             )
-        whole = {"horizon", "memory_mb", "disk_mb"}
+        whole = {"horizon", "memory_mb", "disk_mb", "body_mb"}
         try:
             return cls(**{k: int(v) if k in whole else v for k, v in given.items()})  # type: ignore[arg-type]
         except ValueError:

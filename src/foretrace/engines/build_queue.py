@@ -1,0 +1,125 @@
+"""Limits on the tables that clients make the server build.
+
+Tables are built one at a time, in the order of the requests. A client has one table under way and
+may have a few waiting; it may use a share of the builder's time, and save up some of it. A client
+who wants more is told when to try again.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from typing import Any, NamedTuple
+
+from foretrace.errors import InvalidInputError
+
+MAX_WAITING_PER_CLIENT, MAX_WAITING = 4, 64
+SHARE = 0.25  # of the builder's time that one client may use
+SAVED_SECONDS = 5.0  # of building that a client may use at once
+MAX_CLIENTS = 4_096  # whose use is remembered
+
+
+class BuildResult(NamedTuple):
+    """What became of a build."""
+
+    seconds: float
+    error: str | None = None
+    """Why the request was refused, if it was."""
+
+
+Build = Callable[[dict[str, Any]], BuildResult]
+
+
+class TooManyBuildsError(InvalidInputError):
+    """A client, or all clients together, want more tables built than the server builds."""
+
+    def __init__(self, retry_after: float) -> None:
+        self.retry_after = max(1, ceil(retry_after))
+        super().__init__(
+            f"Too many new goals are waiting for their tables. Try again in {self.retry_after} s. "
+            f"Goals that were used before are not affected."
+        )
+
+
+class _Client:
+    """What one client has used: a token bucket of seconds."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.turn = asyncio.Lock()
+        self._seconds, self._at = SAVED_SECONDS, time.monotonic()
+
+    def balance(self) -> float:
+        now = time.monotonic()
+        self._seconds = min(SAVED_SECONDS, self._seconds + SHARE * (now - self._at))
+        self._at = now
+        return self._seconds
+
+    def charge(self, seconds: float) -> None:
+        self._seconds = self.balance() - seconds
+
+    def check(self) -> None:
+        if (balance := self.balance()) <= 0:
+            raise TooManyBuildsError(-balance / SHARE)
+        if self.waiting >= MAX_WAITING_PER_CLIENT:
+            raise TooManyBuildsError(self.waiting)
+
+
+class BuildQueue:
+    """Builds tables for requests, within the limits above."""
+
+    def __init__(self, build: Build) -> None:
+        """Queue calls of `build`, which blocks until a request's tables are built."""
+        self._build, self._turn = build, asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "foretrace-build")
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
+
+    async def build(self, client: str, keys: list[str], params: dict[str, Any]) -> None:
+        """Wait until the tables of a request are built.
+
+        Args:
+            client: Who asks.
+            keys: The keys of the tables. Requests for the same tables share one build.
+            params: The request's `vllm_xargs`.
+
+        Raises:
+            TooManyBuildsError: The client has to try again later.
+            InvalidInputError: The request is refused.
+            OSError: The builder failed.
+        """
+        key = tuple(keys)
+        if key not in self._running:
+            account = self._account(client)
+            account.check()
+            if len(self._running) >= MAX_WAITING:
+                raise TooManyBuildsError(len(self._running))
+            account.waiting += 1
+            task = asyncio.create_task(self._run(account, params))
+            self._running[key] = task
+            task.add_done_callback(lambda done: self._finished(account, key, done))
+        # A client that gives up does not end a build that others may wait for.
+        await asyncio.shield(self._running[key])
+
+    def _finished(self, account: _Client, key: tuple[str, ...], task: "asyncio.Task[None]") -> None:
+        account.waiting -= 1
+        self._running.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # is raised to those who wait; without any, it is dropped here
+
+    def _account(self, client: str) -> _Client:
+        account = self._clients.pop(client, None) or _Client()
+        self._clients[client] = account
+        while len(self._clients) > MAX_CLIENTS:
+            self._clients.popitem(last=False)
+        return account
+
+    async def _run(self, account: _Client, params: dict[str, Any]) -> None:
+        async with account.turn, self._turn:  # clients take turns
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._thread, self._build, params)
+            account.charge(result.seconds)
+        if result.error is not None:
+            raise InvalidInputError(result.error)

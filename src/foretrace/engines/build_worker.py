@@ -1,0 +1,139 @@
+"""A process that builds lookahead tables for the server's process.
+
+The server's process must answer all clients, so it starts this one and sends it requests as JSON
+lines: the worker builds their tables in the disk cache, and answers each line with a JSON line,
+`{"seconds": 0.1, "error": null}` or with the reason of a refusal. It runs at a low priority, and
+ends when its standard input is closed.
+
+    python -m foretrace.engines.build_worker
+"""
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+from threading import Lock
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, Any
+
+from foretrace.engines.build_queue import BuildResult
+from foretrace.errors import ForetraceError
+
+if TYPE_CHECKING:
+    from foretrace.engines.library import Library
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10  # gives the decoding process about nine tenths of a core that both want
+TIMEOUT = 120.0  # seconds that one build may take
+
+
+class BuildWorker:
+    """The server's end of the worker process. Builds one request's tables at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
+
+    def build(self, params: dict[str, Any]) -> BuildResult:
+        """Build the tables of a request.
+
+        Args:
+            params: The request's `vllm_xargs`.
+
+        Raises:
+            OSError: The worker died or took too long. The next call starts another one.
+        """
+        with self._lock:
+            answer = self._exchange(json.dumps(params).encode() + b"\n")
+        return BuildResult(answer["seconds"], answer["error"])
+
+    def start(self) -> None:
+        """Start the process now, so that no request waits until its HMM is loaded."""
+        with self._lock:
+            self._running()
+
+    def stop(self) -> None:
+        """Stop the process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.communicate()
+                self._process = None
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", "foretrace.engines.build_worker"]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
+        return self._process
+
+    def _exchange(self, line: bytes) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            answer: dict[str, Any] = json.loads(_read_line(process.stdout))
+        except (OSError, ValueError) as error:
+            process.kill()
+            process.communicate()
+            self._process = None
+            raise OSError(f"The process that builds tables failed: {error}") from error
+        return answer
+
+
+def _read_line(pipe: IO[bytes]) -> bytes:
+    """Read one line, or raise TimeoutError."""
+    line, end = b"", perf_counter() + TIMEOUT
+    while not line.endswith(b"\n"):
+        if not select.select([pipe], [], [], max(0.0, end - perf_counter()))[0]:
+            raise TimeoutError(f"no answer within {TIMEOUT:.0f} s")
+        chunk = os.read(pipe.fileno(), 1 << 16)
+        if not chunk:
+            raise EOFError("it ended")
+        line += chunk
+    return line
+
+
+def main() -> None:
+    """Build tables for the requests on standard input until it is closed."""
+    os.nice(NICENESS)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints goes to the log, not among the answers
+    import torch
+
+    from foretrace.engines import counters
+    from foretrace.engines.settings import open_library
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+    library = open_library(torch.device("cpu"), counters.observe_library)
+    library.load_tokenizer()
+    for line in sys.stdin.buffer:
+        began = perf_counter()
+        error = _build(library, json.loads(line))
+        answer = BuildResult(perf_counter() - began, error)._asdict()
+        answers.write(json.dumps(answer).encode() + b"\n")
+
+
+def _build(library: "Library", params: dict[str, Any]) -> str | None:
+    """Build the tables of a request; return why it is refused, if it is."""
+    from foretrace.engines.asked import read_asked
+
+    try:
+        asked = read_asked(params)
+        if asked is not None:
+            library.admit(asked)
+    except ForetraceError as error:
+        return str(error)
+    except Exception:
+        logger.exception("Tables could not be built")
+        return "The server could not build the tables of this goal; its log says why."
+    return None
+
+
+if __name__ == "__main__":
+    main()

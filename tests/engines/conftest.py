@@ -1,0 +1,27 @@
+"""A server of a real LM, shared by the tests that talk to it over HTTP."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foretrace.hmm import HMM
+from random_attributes import write_random
+from server import API_KEY, HOSTILE_KEY, RealServer, serving, steered
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def real_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """Serve SmolLM2 with three attributes and an API key."""
+    folder = tmp_path_factory.mktemp("real")
+    hmm = HMM.from_pretrained(EXAMPLE)
+    for i in range(3):
+        known = hmm.config.tokenizer_fingerprint
+        write_random(folder / "attributes", f"a{i}", hmm.vocab_size, share=0.5, known=known, seed=i)
+    server = RealServer("", folder / "attributes", folder / "tables")
+    options = ["--max-num-seqs", 16, "--api-key", API_KEY, HOSTILE_KEY, "--tables", server.tables]
+    options += ["--enable-scale-out"]  # the route /inference/v1/generate
+    with serving(steered(smollm2, EXAMPLE, server.attributes, *options), folder / "log") as address:
+        yield server._replace(address=address)
