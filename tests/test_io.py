@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from foretrace import _io
-from foretrace.errors import InvalidInputError
+from foretrace.errors import InvalidFileError, InvalidInputError
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_scraps(tmp_path: Path) -> None:
@@ -48,3 +49,28 @@ def test_files_can_be_shared_as_the_umask_allows(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode for path in tmp_path.iterdir()}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000], ids=["arrays", "objects"])
+def test_deeply_nested_json_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InvalidFileError, match="not JSON"):
+        _io.read_json(tmp_path / "a.json")
+
+
+def test_a_deeply_nested_line_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + "[" * 200_000 + '\n{"a": 2}\n')
+    assert _io.read_lines(tmp_path / "a.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint64],
+    ids=str,
+)
+def test_dtypes_that_few_operators_support_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_file({"a": torch.ones(2), "weights": torch.ones(2).to(dtype)}, path)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(InvalidFileError, match=f"'weights' has dtype {name}"):
+        _io.read_tensors(path)

@@ -16,6 +16,24 @@ from torch import Tensor
 
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
+# Few operators support the other dtypes (complex, float8, uint64): they would fail much later.
+READABLE_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
 
 @contextmanager
 def written_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
@@ -76,7 +94,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text("utf-8", "replace").split("\n")[:-1]:
         try:
             rows.append(json.loads(line))
-        except ValueError:  # the machine went down while it was written
+        except (ValueError, RecursionError):  # cut short by a crash, or nested too deeply
             continue
     return rows
 
@@ -116,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InvalidFileError(
             f"{path.parent} has no {path.name}. Give the folder that was saved, or save it again."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidFileError(f"{path} is not JSON ({error}). Save it again.") from error
     if not isinstance(content, dict):
         raise InvalidFileError(f"{path} holds {type(content).__name__}, not an object. Save again.")
@@ -161,8 +179,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Map a safetensors file into memory: (tensors, metadata). Pages are read when touched."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            metadata = file.metadata() or {}
     except FileNotFoundError:
         raise InvalidFileError(
             f"{path.parent} has no {path.name}. Give the folder that was saved, or save it again."
@@ -171,6 +189,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InvalidFileError(
             f"{path} is damaged or cut short ({error}). Copy, download or save it again."
         ) from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in READABLE_DTYPES:
+            raise InvalidFileError(
+                f"{path}: tensor '{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}, "
+                f"which foretrace does not read. Convert it, for example to float32, and save it "
+                f"again."
+            )
+    return tensors, metadata
 
 
 def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]:

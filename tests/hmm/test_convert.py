@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
@@ -62,4 +62,21 @@ def test_probabilities_where_logarithms_belong(tmp_path: Path) -> None:
     wrong = {"alpha_exp": hmm.transition.predict(identity), "gamma_exp": hmm.initial[None].clone()}
     save_file({**wrong, "beta": hmm.emission.predict(identity)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidFileError, match="does not sum to 1"):
+        read_published(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ['"5"', '["5"]', "5.5", "true", "[[5]]", '{"5": 5}'])
+def test_an_end_of_text_token_must_be_an_integer(eos: str, tmp_path: Path) -> None:
+    write_published(tmp_path, HMM.random(8, 30, seed=1), "trace")
+    (tmp_path / "config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    with pytest.raises(InvalidFileError, match="eos_token_id is"):
+        read_published(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 8, 30)])
+def test_an_emission_of_another_rank_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    write_published(tmp_path, HMM.random(8, 30, seed=1), "trace")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "beta": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidFileError, match="tensor 'beta' has shape"):
         read_published(tmp_path)

@@ -134,6 +134,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "wrong kind": (edit_config(emission="sparse+background"), "cannot be made of", "again"),
     "eos": (edit_config(eos_token_ids=[99]), "eos_token_ids", "vocabulary"),
     "eos type": (edit_config(eos_token_ids=["a"]), "cannot be read", "again"),
+    "nested": (lambda f: (f / "config.json").write_text("[" * 200_000), "not JSON", "again"),
+    "nested object": (
+        lambda f: (f / "config.json").write_text('{"a":' * 200_000),
+        "not JSON",
+        "again",
+    ),
+    "eos text": (edit_config(eos_token_ids="12"), "eos_token_ids is '12'", "again"),
+    "eos float": (edit_config(eos_token_ids=[3.7]), r"eos_token_ids is \[3.7\]", "again"),
+    "eos bool": (edit_config(eos_token_ids=[True]), r"eos_token_ids is \[True\]", "again"),
+    "eos digits": (edit_config(eos_token_ids=["3"]), r"eos_token_ids is \['3'\]", "again"),
+    "fingerprint type": (edit_config(tokenizer_fingerprint=[3]), "tokenizer_fingerprint", "again"),
+    "model type": (edit_config(source_model=3), "source_model is 3", "again"),
+    "distillation type": (edit_config(distillation=[1]), r"distillation is \[1\]", "again"),
+    "sparsification type": (edit_config(sparsification="x"), "sparsification is 'x'", "again"),
+    "version float": (edit_config(format_version=1.0), "version 1.0", "again"),
+    "size as text": (edit_config(vocab_size="50"), "vocab_size is '50', not an integer", "again"),
+    "size as float": (edit_config(vocab_size=50.0), "vocab_size is 50.0, not an integer", "again"),
+    "size as bool": (edit_config(num_states=True), "num_states is True, not an integer", "again"),
+    "complex": (edit_tensor("initial", lambda t: t.to(torch.complex64)), "complex64", "again"),
+    "float8": (
+        edit_tensor("transition.matrix", lambda t: t.to(torch.float8_e4m3fn)),
+        "float8_e4m3fn",
+        "again",
+    ),
     "torn": (replace_tensors_alone, "different saves", "again"),
 }
 
@@ -148,6 +172,30 @@ def test_damage_is_named_with_advice(damage: str, tmp_path: Path) -> None:
     assert advice in str(raised.value)
     assert isinstance(raised.value, foretrace.ForetraceError)
     assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["offsets", "states", "values", "background", "leak"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint32, torch.uint64, None],
+    ids=str,
+)
+def test_sparse_tables_of_unusual_dtypes_are_refused(
+    name: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    make("sparse", torch.float32).save_pretrained(tmp_path)
+    wrong = dtype or (torch.float32 if name in ("offsets", "states") else torch.uint16)
+    edit_tensor(f"emission.{name}", lambda tensor: tensor.long().to(wrong))(tmp_path)
+    with pytest.raises(InvalidFileError, match=str(wrong).removeprefix("torch.")):
+        HMM.from_pretrained(tmp_path)
+
+
+def test_sparse_tables_of_two_dimensions_are_refused(tmp_path: Path) -> None:
+    make("sparse", torch.float32).save_pretrained(tmp_path)
+    for name in ("states", "values"):
+        edit_tensor(f"emission.{name}", lambda tensor: tensor[None])(tmp_path)
+    with pytest.raises(InvalidFileError, match="one dimension"):
+        HMM.from_pretrained(tmp_path)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

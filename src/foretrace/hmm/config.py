@@ -1,8 +1,9 @@
 """What is known about an HMM beside its tables, and how it stands in `config.json`."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from reprlib import repr as shortened
 from typing import Any, Self
 
 from foretrace.errors import InvalidFileError
@@ -36,7 +37,7 @@ class HMMConfig:
     def from_json(cls, content: Mapping[str, Any], where: str) -> Self:
         """Read the fields from a `config.json`; unknown keys warn, other versions are refused."""
         version = content.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise InvalidFileError(
                 f"{where} has format version {version!r}, but this foretrace reads version "
                 f"{FORMAT_VERSION}. {_advice(version)}"
@@ -46,11 +47,31 @@ class HMMConfig:
         if unknown:
             warnings.warn(f"{where}: ignored unknown keys {', '.join(unknown)}", stacklevel=3)
         values = {key: value for key, value in content.items() if key in known}
-        try:
-            eos = tuple(int(token) for token in values.pop("eos_token_ids", ()))
-            return cls(eos_token_ids=eos, **values)
-        except (TypeError, ValueError) as error:
-            raise InvalidFileError(f"{where} cannot be read ({error}). Save it again.") from error
+        for key, value in values.items():
+            if not _IS_VALID[key](value):
+                raise InvalidFileError(
+                    f"{where} cannot be read: {key} is {shortened(value)}, which has the wrong "
+                    f"type. Save it again."
+                )
+        return cls(**(values | {"eos_token_ids": tuple(values.get("eos_token_ids", ()))}))
+
+
+def is_integer(value: object) -> bool:
+    """Check that a JSON value is an integer; JSON's true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
+    "eos_token_ids": lambda value: isinstance(value, list) and all(map(is_integer, value)),
+    "tokenizer_fingerprint": _is_text_or_none,
+    "source_model": _is_text_or_none,
+    "distillation": lambda value: isinstance(value, dict),
+    "sparsification": lambda value: value is None or isinstance(value, dict),
+}
 
 
 def _advice(version: object) -> str:

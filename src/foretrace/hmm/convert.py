@@ -8,13 +8,14 @@ and `gamma`, logarithms, in Ctrl-G's. Only safetensors are read: a pickle runs w
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 
 import torch
 from torch import Tensor
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidModelError
-from foretrace.hmm.config import HMMConfig
+from foretrace.hmm.config import HMMConfig, is_integer
 from foretrace.hmm.model import HMM
 from foretrace.hmm.probability import chunks
 
@@ -37,17 +38,26 @@ def read_published(source: str | os.PathLike[str], *, revision: str | None = Non
     initial = _initial(tensors, path)
     states = initial.numel()
     transition = _io.take_tensor(tensors, "alpha_exp", (states, states), path)
-    vocab = tensors["beta"].shape[-1] if "beta" in tensors else 0
+    vocab = tensors["beta"].shape[-1] if "beta" in tensors and tensors["beta"].dim() else 0
     log_emission = _io.take_tensor(tensors, "beta", (states, vocab), path)
-    eos = settings.get("eos_token_id")
     config = HMMConfig(
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=_eos_token_ids(settings.get("eos_token_id"), folder / CONFIG_FILE),
         distillation={"converted_from": str(source) if folder != Path(source) else folder.name},
     )
     try:
         return HMM(initial, transition, _token_major_exponential(log_emission), config)
     except InvalidModelError as error:
         raise InvalidFileError(f"{path}: {error}") from error
+
+
+def _eos_token_ids(value: object, path: Path) -> tuple[int, ...]:
+    token_ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(map(is_integer, token_ids)):
+        raise InvalidFileError(
+            f"{path}: eos_token_id is {shortened(value)}, but must be an integer, a list of "
+            f"integers, or null."
+        )
+    return tuple(token_ids)
 
 
 def _initial(tensors: Mapping[str, Tensor], path: Path) -> Tensor:

@@ -19,11 +19,13 @@ from foretrace.errors import InvalidModelError
 from foretrace.hmm.emission import Part, csr, csr_rows, uniforms
 from foretrace.hmm.probability import (
     blocks_of,
+    dtype_name,
     require_table_dtype,
     transposed,
     working_dtype,
 )
 
+INDEX_DTYPES = (torch.int64, torch.int32)
 VECTOR_PRODUCTS = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # CSR needs it
 
 
@@ -69,7 +71,7 @@ class SparseEmission:
             object.__setattr__(self, name, value)
 
     def _check(self) -> None:
-        require_table_dtype("sparse emission", self.values.dtype)
+        self._check_dtypes()
         entries = self.values.numel()
         if entries >= 1 << 31:
             raise InvalidModelError(
@@ -107,6 +109,23 @@ class SparseEmission:
             raise InvalidModelError("sparse emission: background does not sum to 1. Normalise it.")
         if bool((self.leak > 1).any()):
             raise InvalidModelError("sparse emission: leak must lie in [0, 1]. Make it again.")
+
+    def _check_dtypes(self) -> None:
+        for name in ("values", "background", "leak"):
+            require_table_dtype(f"sparse emission: {name}", getattr(self, name).dtype)
+        for name in ("offsets", "states"):
+            dtype = getattr(self, name).dtype
+            if dtype not in INDEX_DTYPES:
+                raise InvalidModelError(
+                    f"sparse emission: {name} cannot be {dtype_name(dtype)}: convert it to "
+                    f"{', '.join(map(dtype_name, INDEX_DTYPES))}."
+                )
+        for name in ("offsets", "states", "values", "background", "leak"):
+            shape = tuple(getattr(self, name).shape)
+            if len(shape) != 1:
+                raise InvalidModelError(
+                    f"sparse emission: {name} must have one dimension, but has the shape {shape}."
+                )
 
     def _derive_scale(self, totals: Tensor) -> Tensor:
         """Give what makes entries and background of each state sum to 1: (h,), float64."""
@@ -247,8 +266,10 @@ class SparseEmission:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Build it from what `tensors` gave."""
-        wide = tensors["states"].to(torch.int32)
-        return cls(**{**tensors, "states": wide})
+        states = tensors["states"]
+        if states.dtype == torch.uint16:  # `tensors` stores them so; torch cannot index with it
+            states = states.to(torch.int32)
+        return cls(**{**tensors, "states": states})
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """Move it, or convert its entries; background and leak stay in working precision."""

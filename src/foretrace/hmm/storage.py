@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidModelError
-from foretrace.hmm.config import FORMAT_VERSION, HMMConfig
+from foretrace.hmm.config import FORMAT_VERSION, HMMConfig, is_integer
 from foretrace.hmm.emission import DenseEmission, Emission
 from foretrace.hmm.inference import Parameters
 from foretrace.hmm.sparse import SparseEmission
@@ -87,11 +88,16 @@ def read(
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], content: Mapping[str, Any], path: Path) -> None:
-    states, vocab = content.get("num_states"), content.get("vocab_size")
-    if not isinstance(states, int) or not isinstance(vocab, int):
-        raise InvalidFileError(
-            f"{path.with_name(CONFIG_FILE)} lacks num_states or vocab_size. Save the HMM again."
-        )
+    for key in ("num_states", "vocab_size"):
+        config_file = path.with_name(CONFIG_FILE)
+        if key not in content:
+            raise InvalidFileError(f"{config_file} lacks {key}. Save the HMM again.")
+        if not is_integer(content[key]):
+            raise InvalidFileError(
+                f"{config_file}: {key} is {shortened(content[key])}, not an integer. Save the HMM "
+                f"again."
+            )
+    states, vocab = content["num_states"], content["vocab_size"]
     shapes = {
         "initial": (states,),
         "transition.matrix": (states, states),
