@@ -2,12 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import Tensor
 
-from foretrace.attribute import Attribute, AttributeStore, parse
+from foretrace.attribute import Attribute, AttributeConfig, AttributeStore, parse
+from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 
 WEIGHTS = torch.tensor([0.5, 1.0, 0.0, 0.9])
@@ -101,6 +107,217 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
     damaged(tmp_path / "file", kind)
     with pytest.raises(InvalidFileError, match="file"):
         Attribute.load(tmp_path / "file")
+
+
+def write_file(
+    path: Path,
+    changed: dict[str, Tensor] | None = None,
+    header: dict[str, object] | None = None,
+    text: str | None = None,
+) -> None:
+    """Write an attribute file of one term, with some tensors or header fields replaced."""
+    tensors = {
+        "coefficients": torch.ones(1, dtype=torch.float64),
+        "tokens": torch.tensor([1, 2], dtype=torch.int32),
+        "log_weights": torch.tensor([[-1.0, -2.0]]),
+    }
+    content = {"format_version": 1, "name": "a", **(header or {})}
+    save_file(tensors | (changed or {}), path, {"foretrace_attribute": text or json.dumps(content)})
+
+
+def automaton(finals: list[list[float]]) -> dict[str, Tensor]:
+    """Return the tensors of an automaton that moves to its last state at token 1."""
+    states = len(finals[0])
+    return {
+        "automaton_tokens": torch.tensor([1], dtype=torch.int32),
+        "automaton_classes": torch.tensor([1], dtype=torch.int32),
+        "automaton_moves": torch.tensor([[q, states - 1] for q in range(states)]).int(),
+        "finals": torch.tensor(finals, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "log_weights", "finals"),
+    [
+        ([-1.0], [[-1.0, -2.0]], None),
+        ([-1e-12], [[-1.0, -2.0]], None),
+        ([-1.0, -0.5], [[-1.0, -2.0], [0.0, 0.0]], None),
+        ([1.5], [[-1.0, -2.0]], None),
+        ([0.75, 0.75], [[-1.0, -2.0], [-2.0, -1.0]], None),
+        ([0.5, -1.0], [[0.0, 0.0], [-1.0, -2.0]], None),  # the empty text: -0.5
+        ([1.0, -1.0], [[-1.0, 0.0], [0.0, -1.0]], None),  # token 1: w - 1
+        ([1.0, -0.5], [[-0.7, 0.0], [-0.1, 0.0]], None),  # token 1 repeated
+        ([1e200, -1e200], [[-1.0, 0.0], [-1.0, 0.0]], None),  # outside float32
+        ([1e308, 1e308, -1e308, -1e308], [[-1.0, 0.0]] * 4, None),
+        ([-1.0], [[-1.0, -2.0]], [[0.0, 1.0]]),  # 0 for the empty text
+        ([0.5, -1.0], [[0.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]]),
+    ],
+)
+def test_a_file_whose_terms_are_no_probability_is_refused(
+    tmp_path: Path,
+    coefficients: list[float],
+    log_weights: list[list[float]],
+    finals: list[list[float]] | None,
+) -> None:
+    memory = {} if finals is None else automaton(finals)
+    terms = {
+        "coefficients": torch.tensor(coefficients, dtype=torch.float64),
+        "log_weights": torch.tensor(log_weights),
+    }
+    write_file(tmp_path / "file", terms | memory, {"format_version": 1 if finals is None else 2})
+    with pytest.raises(InvalidFileError, match="probability"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"log_weights": torch.tensor([[-1.0, -2.0]], dtype=torch.complex64)},
+        {"log_weights": torch.tensor([[-1.0, -2.0]]).to(torch.float8_e4m3fn)},
+        {"log_weights": torch.tensor([[-1, -2]])},
+        {"log_weights": torch.tensor([[False, False]])},
+        {"coefficients": torch.ones(1, dtype=torch.complex64)},
+        {"coefficients": torch.ones(1).to(torch.float8_e5m2)},
+        {"coefficients": torch.ones(1, dtype=torch.bool)},
+        {"tokens": torch.tensor([1.0, 2.0])},
+        {"tokens": torch.tensor([1.0, 2.0], dtype=torch.complex64)},
+        {"tokens": torch.tensor([False, True])},
+        {"tokens": torch.tensor([1, 2**32 + 2])},
+        {"tokens": torch.tensor([1, 2], dtype=torch.uint64)},
+    ],
+)
+def test_tensors_of_another_type_are_refused(tmp_path: Path, changed: dict[str, Tensor]) -> None:
+    write_file(tmp_path / "file", changed)
+    with pytest.raises(InvalidFileError, match=f"file.*{next(iter(changed))}"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["automaton_tokens", "automaton_classes", "automaton_moves"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64, torch.int64])
+def test_an_automaton_of_another_type_is_refused(
+    tmp_path: Path, name: str, kind: torch.dtype
+) -> None:
+    tensors = automaton([[0.0, 1.0]])
+    tensors[name] = tensors[name].to(kind)
+    if kind is torch.int64:
+        tensors[name] += 2**32  # equal to what is valid, in int32
+    write_file(tmp_path / "file", tensors, {"format_version": 2})
+    with pytest.raises(InvalidFileError, match=f"file.*{name}"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn, torch.int32])
+def test_final_weights_of_another_type_are_refused(tmp_path: Path, kind: torch.dtype) -> None:
+    tensors = automaton([[0.0, 1.0]])
+    tensors["finals"] = tensors["finals"].to(kind)
+    write_file(tmp_path / "file", tensors, {"format_version": 2})
+    with pytest.raises(InvalidFileError, match=r"file.*finals"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", "4"),
+        ("vocab_size", 4.0),
+        ("vocab_size", True),
+        ("vocab_size", -1),
+        ("vocab_size", [4]),
+        ("name", 7),
+        ("name", None),
+        ("name", ["a"]),
+        ("name", "\ud800"),
+        ("tokenizer_fingerprint", 7),
+        ("tokenizer_fingerprint", {}),
+        ("fit", []),
+        ("fit", "text"),
+        ("fit", None),
+    ],
+)
+def test_a_header_of_other_values_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    write_file(tmp_path / "file", header={key: value})
+    with pytest.raises(InvalidFileError, match=f"file.*{key}"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
+def test_a_deeply_nested_header_is_refused(
+    tmp_path: Path, depth: int, left: str, right: str
+) -> None:
+    nested = left * depth + "1" + right * depth
+    for text in (nested, f'{{"format_version": 1, "name": "a", "fit": {{"a": {nested}}}}}'):
+        write_file(tmp_path / "file", text=text)
+        with pytest.raises(InvalidFileError, match="file"):
+            Attribute.load(tmp_path / "file")
+
+
+def test_the_config_checks_its_values() -> None:
+    given: list[Any] = [4, np.int64(4), None]
+    sizes = [AttributeConfig(vocab_size=size).vocab_size for size in given]
+    assert sizes == [4, 4, None]
+    assert type(sizes[1]) is int
+    with pytest.raises(InvalidInputError, match="vocab_size"):
+        AttributeConfig(vocab_size="4")  # type: ignore[arg-type]
+
+
+SPELLED = [b"a", b"b", b"c", b"ab"]
+weights = st.lists(st.sampled_from([0.0, 1.0, 1e-38, 0.3, 0.7, 1 - 2**-24]), min_size=4, max_size=4)
+
+
+@st.composite
+def bases(draw: st.DrawFn) -> Attribute:
+    """Draw an attribute of one product, a mixture of products, or an automaton."""
+    kind = draw(st.sampled_from(["product", "mixture", "occurrence"]))
+    if kind == "occurrence":
+        return Attribute.occurrence(draw(st.sampled_from(["ab", "a", "ca"])), SPELLED)
+    if kind == "product":
+        return Attribute.from_weights(torch.tensor(draw(weights)))
+    table = torch.tensor([draw(weights) for _ in range(3)])
+    shares = torch.tensor([draw(st.floats(0.01, 1.0)) for _ in range(3)], dtype=torch.float64)
+    tokens = torch.arange(4, dtype=torch.int32)
+    return Attribute(Terms(shares / shares.sum(), tokens, table.log()), AttributeConfig("m", 4))
+
+
+combinations = st.recursive(
+    bases(),
+    lambda inner: (
+        inner.map(lambda a: ~a)
+        | st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1])
+        | st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1])
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(combinations)
+def test_every_combination_can_be_loaded(
+    tmp_path_factory: pytest.TempPathFactory, attribute: Attribute
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "combination"
+    attribute.save(path)
+    loaded = Attribute.load(path)
+    assert torch.equal(loaded.probability(TEXTS), attribute.probability(TEXTS))
+
+
+def test_an_attribute_many_times_over_can_be_loaded(tmp_path: Path) -> None:
+    """Coefficients are binomial: their rounding errors grow with them."""
+    goal = some()
+    for count in range(2, 41):
+        goal = goal | some()
+        if count in (10, 20, 40):
+            goal.save(tmp_path / "file")
+            assert len(Attribute.load(tmp_path / "file").terms) == count
+
+
+def test_rounding_leaves_no_term_behind() -> None:
+    """Coefficients of a mixture sum to 1 up to rounding: its complement, without weights, is 0."""
+    for seed in range(100):
+        shares = torch.rand(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        none = torch.zeros(0, dtype=torch.int32)
+        mixture = Attribute(Terms(shares / shares.sum(), none, torch.zeros(3, 0)))
+        assert len((~mixture).terms) == 0
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint
+
+MAX_DEPTH = 64  # of `fit`: JSON encoders and `asdict` recurse
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,18 @@ class AttributeConfig:
     tokenizer_fingerprint: str | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
     """How it was fitted, on what, and how well: plain JSON values."""
+
+    def __post_init__(self) -> None:
+        _require_text("name", self.name)
+        if self.tokenizer_fingerprint is not None:
+            _require_text("tokenizer_fingerprint", self.tokenizer_fingerprint)
+        if self.vocab_size is not None:
+            object.__setattr__(self, "vocab_size", _checked_size(self.vocab_size))
+        if not isinstance(self.fit, Mapping):
+            raise InvalidInputError(
+                f"`fit` must be a dictionary of JSON values, not {type(self.fit).__name__}."
+            )
+        _require_shallow(self.fit)
 
     def combined(self, sign: str, other: "AttributeConfig") -> "AttributeConfig":
         """Tell of `self sign other`; refuse if their token ids mean different words."""
@@ -37,3 +52,41 @@ class AttributeConfig:
             max((size for size in sizes if size is not None), default=None),
             self.tokenizer_fingerprint or other.tokenizer_fingerprint,
         )
+
+
+def _require_text(name: str, value: object) -> None:
+    """Raise unless a value is a string that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise InvalidInputError(f"`{name}` must be a string, not {type(value).__name__}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"`{name}` cannot be written as UTF-8: {value[:40]!a}. Use another one."
+        ) from error
+
+
+def _checked_size(value: Any) -> int:
+    """Return a vocabulary size as an int; accept integers of NumPy and PyTorch."""
+    try:
+        size = index(value)
+    except TypeError:
+        size = -1
+    if size < 0 or isinstance(value, bool):
+        raise InvalidInputError(f"`vocab_size` must be an integer of 0 or more, not {value!r:.40}.")
+    return size
+
+
+def _require_shallow(fit: Mapping[str, Any]) -> None:
+    """Raise if dictionaries and lists are nested too deep to be written again."""
+    level: list[Any] = [fit]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(inner, Mapping | list | tuple)
+        ]
+        if not level:
+            return
+    raise InvalidInputError(f"`fit` is nested deeper than {MAX_DEPTH} levels. Flatten its values.")

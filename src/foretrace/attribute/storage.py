@@ -17,6 +17,8 @@ from foretrace.errors import InvalidFileError, InvalidInputError
 
 FORMAT_VERSION, WITHOUT_MEMORY = 2, 1  # who reads 1 alone must not pass by what is remembered
 HEADER_KEY = "foretrace_attribute"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Stored(NamedTuple):
@@ -58,12 +60,13 @@ def read(path: Path) -> Stored:
     shape = tensors.get("coefficients", none).numel(), tensors.get("tokens", none).numel()
     try:
         terms = Terms(
-            _io.take_tensor(tensors, "coefficients", shape[:1], path).to(torch.float64, copy=True),
-            _io.take_tensor(tensors, "tokens", shape[1:], path).to(torch.int32, copy=True),
+            _floats(tensors, "coefficients", shape[:1], path).to(torch.float64, copy=True),
+            _integers(tensors, "tokens", shape[1:], path),
             # A copy: thousands of small mappings of files would cost more than they save.
-            _io.take_tensor(tensors, "log_weights", shape, path).clone(),
+            _floats(tensors, "log_weights", shape, path).clone(),
             None if version == WITHOUT_MEMORY else _memory(tensors, shape[0], path),
         )
+        terms.require_probability()
     except InvalidInputError as error:
         raise InvalidFileError(f"{path} is damaged ({error}). Fit or copy it again.") from error
     return Stored(terms, config)
@@ -75,18 +78,46 @@ def _memory(tensors: dict[str, Tensor], terms: int, path: Path) -> Memory:
     moves = tuple(tensors.get("automaton_moves", none).shape)
     parts = {"tokens": (tokens,), "classes": (tokens,), "moves": moves}
     given = {
-        name: _io.take_tensor(tensors, f"automaton_{name}", shape, path).to(torch.int32, copy=True)
-        for name, shape in parts.items()
+        name: _integers(tensors, f"automaton_{name}", shape, path) for name, shape in parts.items()
     }
-    finals = _io.take_tensor(tensors, "finals", (terms, *moves[:1]), path)
+    finals = _floats(tensors, "finals", (terms, *moves[:1]), path)
     return Memory(Automaton(**given), finals.to(torch.float64, copy=True))
+
+
+def _floats(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """Return a tensor of a file, which must have this shape and a floating-point type."""
+    tensor = _io.take_tensor(tensors, name, shape, path)
+    if tensor.dtype not in FLOATS:
+        raise _wrong_type(path, name, tensor, "float16, bfloat16, float32 or float64")
+    return tensor
+
+
+def _integers(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """Return a copy of a tensor of integers of a file, which must fit into int32, as int32."""
+    tensor = _io.take_tensor(tensors, name, shape, path)
+    if tensor.dtype not in INTEGERS:
+        raise _wrong_type(path, name, tensor, "integers")
+    narrow = tensor.to(torch.int32, copy=True)
+    if not torch.equal(narrow.long(), tensor.long()):
+        raise InvalidFileError(
+            f"{path} is damaged (tensor '{name}' has numbers that no token id or state can be). "
+            f"Fit or copy it again."
+        )
+    return narrow
+
+
+def _wrong_type(path: Path, name: str, tensor: Tensor, expected: str) -> InvalidFileError:
+    return InvalidFileError(
+        f"{path}: tensor '{name}' has type {str(tensor.dtype).removeprefix('torch.')}, but "
+        f"{expected} was expected. Fit or copy it again."
+    )
 
 
 def _header(header: str, path: Path) -> tuple[int, AttributeConfig]:
     try:
         content: dict[str, Any] = json.loads(header)
         version = content.pop("format_version")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidFileError(
             f"{path} is not an attribute. Give a file that `foretrace fit` or Attribute.save wrote."
         ) from None
@@ -96,4 +127,8 @@ def _header(header: str, path: Path) -> tuple[int, AttributeConfig]:
             f"and {FORMAT_VERSION}. Upgrade foretrace, or fit the attribute again."
         )
     known = {entry.name for entry in fields(AttributeConfig)}
-    return version, AttributeConfig(**{k: v for k, v in content.items() if k in known})
+    try:
+        config = AttributeConfig(**{k: v for k, v in content.items() if k in known})
+    except InvalidInputError as error:
+        raise InvalidFileError(f"{path} is damaged ({error}). Fit or copy it again.") from error
+    return version, config

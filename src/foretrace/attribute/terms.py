@@ -17,6 +17,10 @@ from foretrace.attribute.memory import Memory, together
 from foretrace.errors import InvalidInputError
 
 MOST_TERMS = 1024  # every term costs its own table and its own share of a decoding step
+ROUNDING = 1e-13  # relative to the summands: a sum of coefficients below it is 0
+LARGEST_TOTAL = 1e30  # of the coefficients' absolute values: decoding uses float32
+REPEATS = (1, 4, 16, 64)  # of each token, in texts that `require_probability` tries
+VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +130,18 @@ class Terms:
         So of constraints alone, however they are joined, there is one term in the end.
         """
         log_weights = log_weights + 0.0  # -0.0 becomes 0.0: they are equal, but not their bytes
-        worth: dict[bytes, tuple[int, Tensor]] = {}
+        worth: dict[bytes, tuple[int, Tensor, Tensor]] = {}
         for row, weights in enumerate(log_weights):
             nothing = torch.zeros_like(memory.finals[row])
-            _, sums = worth.setdefault(weights.numpy().tobytes(), (row, nothing))
+            key = weights.numpy().tobytes()
+            _, sums, sizes = worth.setdefault(key, (row, nothing, nothing.clone()))
             sums += coefficients[row] * memory.finals[row]
+            sizes += coefficients[row].abs() * memory.finals[row]
+        for _, sums, sizes in worth.values():
+            sums[sums.abs() <= ROUNDING * sizes] = 0.0
         signed = [
             (row, sign, part)
-            for row, sums in worth.values()
+            for row, sums, _ in worth.values()
             for sign, part in ((1.0, sums.clamp_min(0.0)), (-1.0, sums.neg().clamp_min(0.0)))
             if bool((part > 0).any())
         ]
@@ -147,6 +155,42 @@ class Terms:
             log_weights[rows][:, matter],
             Memory(memory.automaton, parts / sizes[:, None]).reduced(),
         )
+
+    def require_probability(self) -> None:
+        """Raise if the terms yield a value outside [0, 1] for the texts that can be tried.
+
+        The texts are the empty one and repetitions of one token, in every state of the automaton.
+        Whatever `times`, `either` and `negated` build passes: each operation maps values in [0, 1]
+        to values in [0, 1], in any state and for any weights. Other texts are too many to try;
+        `probability` clamps their values.
+        """
+        if not len(self):
+            return
+        total = float(self.coefficients.abs().sum())
+        if not total <= LARGEST_TOTAL or not bool((self.coefficients > 0).any()):
+            raise InvalidInputError(
+                "The coefficients do not form a probability: none of them is positive, or they "
+                "are too large."
+            )
+        tolerance = 1e-6 + 1e-12 * total
+        finals = None if self.memory is None else self.memory.finals
+        signed = self.coefficients[:, None] * (1.0 if finals is None else finals)  # (K, Q)
+        self._require_within(signed, torch.zeros(len(self), 1), tolerance)
+        if self.signed:  # otherwise the empty text has the largest value, and none is negative
+            for count in REPEATS:
+                width = max(1, VALUES_AT_ONCE // max(signed.shape))
+                for log_weights in torch.split(self.log_weights, width, 1):
+                    self._require_within(signed, count * log_weights.double(), tolerance)
+
+    @staticmethod
+    def _require_within(signed: Tensor, log_weights: Tensor, tolerance: float) -> None:
+        """Raise if a value is outside [0, 1]: (K, Q) signed final weights, (K, n) log-weights."""
+        values = signed.T @ log_weights.double().exp()
+        if not bool(((values >= -tolerance) & (values <= 1 + tolerance)).all()):
+            raise InvalidInputError(
+                f"The terms do not form a probability: their sum reaches "
+                f"{float(values.min()):g} to {float(values.max()):g}, outside [0, 1]."
+            )
 
     def sums(self, tokens: Tensor, texts: Tensor, count: int) -> Tensor:
         """Add up log-weights: (N,) ids, and of which of the `count` texts each is -> (count, K)."""
