@@ -1,5 +1,7 @@
 """What candidates add: texts written toward an attribute, judged, and read by the bare LM."""
 
+import os
+
 import torch
 
 from candidates.reference import Reference, Weights
@@ -59,5 +61,7 @@ def _judge(bench: Workbench, task: Task, written: list[list[str]]) -> list[list[
     flat = [text for own in written for text in own]
     scores = iter([float(len(text.split())) for text in flat])
     if bench.judges is not None:
-        scores = iter(LinearJudge.load(bench.judges / task.judge).scorer(task.label)(flat))
+        encoder = os.environ.get("FORETRACE_ENCODER")
+        judge = LinearJudge.load(bench.judges / task.judge, encoder=encoder)
+        scores = iter(judge.scorer(task.label)(flat))
     return [[next(scores) for _ in own] for own in written]

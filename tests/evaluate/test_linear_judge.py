@@ -1,14 +1,19 @@
 """Judges that are trained: they learn, and are the same once saved."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.judges import load_judge
-from foretrace.evaluate.linear_judge import CONFIG, LinearJudge
+from foretrace.evaluate.linear_judge import CONFIG, TENSORS, LinearJudge, LinearJudgeConfig
 
 RUDE, KIND, DULL = "you are awful and stupid", "what a lovely kind day", "the table is brown"
 TEXTS = [f"{text} {number}" for number in range(40) for text in (RUDE, KIND, DULL)]
@@ -53,6 +58,143 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
         LinearJudge.load(tmp_path)
 
 
+class RecordingEncoder:
+    """A stand-in for sentence-transformers that records what it is told to load."""
+
+    loaded: list[tuple[str, dict[str, Any]]]
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.loaded.append((name, options))
+
+    def encode(self, texts: list[str], **_: Any) -> np.ndarray[Any, Any]:
+        return np.ones((len(texts), 4), np.float32)
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> type[RecordingEncoder]:
+    """Replace sentence-transformers by a class that records what it loads."""
+    recording = type("Recording", (RecordingEncoder,), {"loaded": []})
+    module = ModuleType("sentence_transformers")
+    module.SentenceTransformer = recording  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
+    return recording
+
+
+def save_small_judge(folder: Path, **settings: Any) -> Path:
+    """Save a judge of two classes with all-zero weights."""
+    config = LinearJudgeConfig(("0", "1"), buckets=8, **settings)
+    width = 16 if config.encoder is None else 20
+    zeros = (np.zeros(shape, np.float32) for shape in (16, (1, width), 1))
+    LinearJudge(config, *zeros).save(folder)
+    return folder
+
+
+def test_the_encoder_that_a_file_names_is_not_loaded(
+    tmp_path: Path, encoder: type[RecordingEncoder]
+) -> None:
+    save_small_judge(tmp_path, encoder="somebody/some-encoder")
+    with pytest.raises(InvalidInputError, match="encoder='somebody/some-encoder'"):
+        load_judge(str(tmp_path)).score(["x"])
+    with pytest.raises(InvalidInputError, match="encoder='somebody/some-encoder'"):
+        LinearJudge.load(tmp_path).probabilities(["x"])
+    assert encoder.loaded == []
+
+
+def test_the_encoder_that_the_caller_names_is_loaded_without_its_code(
+    tmp_path: Path, encoder: type[RecordingEncoder]
+) -> None:
+    save_small_judge(tmp_path, encoder="somebody/some-encoder")
+    judge = load_judge(str(tmp_path), encoder="my-encoder")
+    assert judge.score(["x"]) == [0.5]
+    ((name, options),) = encoder.loaded
+    assert name == "my-encoder"
+    assert options["trust_remote_code"] is False
+    assert options["model_kwargs"]["use_safetensors"] is True
+    assert LinearJudge.load(tmp_path, encoder="mine").config.encoder == "mine"
+
+
+def test_a_judge_without_embeddings_ignores_the_encoder(
+    tmp_path: Path, encoder: type[RecordingEncoder]
+) -> None:
+    save_small_judge(tmp_path)
+    assert load_judge(str(tmp_path), encoder="my-encoder").score(["x"]) == [0.5]
+    assert encoder.loaded == []
+
+
+def test_an_encoder_of_another_width_is_refused(
+    tmp_path: Path, encoder: type[RecordingEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_small_judge(tmp_path, encoder="e")
+    monkeypatch.setattr(encoder, "encode", lambda *_, **__: np.ones((1, 5), np.float32))
+    with pytest.raises(InvalidInputError, match=r"width 5, but .* width 4"):
+        LinearJudge.load(tmp_path, encoder="e").probabilities(["x"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": 5},
+        {"classes": ["0"]},
+        {"classes": ["0", "0"]},
+        {"classes": ["0", 1]},
+        {"classes": "01"},
+        {"classes": None},
+        {"encoder": 0},
+        {"encoder_dtype": "hub"},
+        {"encoder_dtype": None},
+        {"encoder_tokens": 0},
+        {"encoder_tokens": "128"},
+        {"buckets": 8.0},
+        {"buckets": "8"},
+        {"buckets": -8},
+        {"buckets": 16},
+        {"buckets": True},
+        {"embedding_scale": "4"},
+        {"embedding_scale": float("nan")},
+        {"embedding_scale": 10**400},
+        {"regularisation": None},
+        {"source": 1},
+    ],
+)
+def test_a_malformed_config_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    save_small_judge(tmp_path)
+    content = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**content, **change}))
+    with pytest.raises(InvalidFileError):
+        LinearJudge.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": torch.zeros(1, 16, dtype=torch.complex64)},
+        {"weights": torch.zeros(1, 16).to(torch.float8_e4m3fn)},
+        {"weights": torch.zeros(1, 16, dtype=torch.bfloat16)},
+        {"weights": torch.zeros(1, 16, dtype=torch.int64)},
+        {"weights": torch.zeros(1, 15)},
+        {"weights": torch.zeros(2, 16)},
+        {"weights": torch.zeros(16)},
+        {"weights": torch.full((1, 16), torch.nan)},
+        {"weights": None},
+        {"idf": torch.zeros(15)},
+        {"idf": torch.full((16,), torch.inf)},
+        {"idf": None},
+        {"intercepts": torch.zeros(2)},
+        {"intercepts": torch.zeros(1, dtype=torch.complex64)},
+        {"intercepts": None},
+    ],
+)
+def test_malformed_tensors_are_refused(
+    tmp_path: Path, change: dict[str, torch.Tensor | None]
+) -> None:
+    save_small_judge(tmp_path)
+    tensors = {"idf": torch.zeros(16), "weights": torch.zeros(1, 16), "intercepts": torch.zeros(1)}
+    changed = {**tensors, **change}
+    save_file({k: v for k, v in changed.items() if v is not None}, tmp_path / TENSORS)
+    with pytest.raises(InvalidFileError):
+        LinearJudge.load(tmp_path)
+
+
 def test_embeddings_help_where_words_do_not(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers", reason="needs the extra `evaluate`")
     from tiny_encoder import write_tiny_encoder
@@ -62,7 +204,7 @@ def test_embeddings_help_where_words_do_not(tmp_path: Path) -> None:
     judge = LinearJudge.train(TEXTS, labels, encoder=encoder)
     judge.save(tmp_path / "judge")
     assert judge.weights.shape[1] > 2 * judge.config.buckets
-    again = LinearJudge.load(tmp_path / "judge").probabilities([RUDE])
+    again = LinearJudge.load(tmp_path / "judge", encoder=encoder).probabilities([RUDE])
     np.testing.assert_allclose(again, judge.probabilities([RUDE]), rtol=1e-5)
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         LinearJudge.train(TEXTS, labels, encoder=str(tmp_path / "none"))

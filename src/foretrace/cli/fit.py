@@ -46,6 +46,9 @@ def fit(
     ] = None,
     label: Annotated[str | None, typer.Option(help="The classifier's class, or words.")] = None,
     zero_shot: Annotated[bool, typer.Option(help="The classifier is one of entailment.")] = False,
+    encoder: Annotated[
+        str | None, typer.Option(help="The sentence encoder of a judge that uses embeddings.")
+    ] = None,
     judgements: Annotated[
         Path | None, typer.Option(help="Where the judge's scores are kept; else beside --out.")
     ] = None,
@@ -69,7 +72,10 @@ def fit(
     from foretrace.evaluate import load_judge
 
     _require_fitting_options(
-        out, by is not None, by=(invert, name, judge, plot), judge=(label, zero_shot, judgements)
+        out,
+        by is not None,
+        by=(invert, name, judge, plot),
+        judge=(label, zero_shot, encoder, judgements),
     )
     chosen = scale is None and shift is None
     config = FitConfig(
@@ -93,7 +99,13 @@ def fit(
         scores = _tables.probabilities(rows, score, data)
         source["score"] = score
     else:
-        loaded = load_judge(judge, label=label, zero_shot=zero_shot, device=choose_device(device))
+        loaded = load_judge(
+            judge,
+            label=label,
+            zero_shot=zero_shot,
+            device=choose_device(device),
+            encoder=encoder,
+        )
         kept = judgements or out.with_suffix(".judgements.jsonl")
         total = len(texts)
         texts, scores = _judged(texts, loaded, kept)
@@ -113,7 +125,9 @@ def _require_fitting_options(
     if each and any(by):
         raise typer.BadParameter("--invert, --name, --judge and --plot have no meaning with --by.")
     if any(judge) and not by[2]:
-        raise typer.BadParameter("--label, --zero-shot and --judgements are for a --judge.")
+        raise typer.BadParameter(
+            "--label, --zero-shot, --encoder and --judgements are for a --judge."
+        )
     if each and out.is_file():
         raise typer.BadParameter(f"--out {out} is a file; with --by it must be a folder.")
     if not each and out.is_dir():

@@ -47,19 +47,27 @@ class Judgements(NamedTuple):
 
 
 def load_judge(
-    source: str, *, label: str | None = None, zero_shot: bool = False, device: str = "cpu"
+    source: str,
+    *,
+    label: str | None = None,
+    zero_shot: bool = False,
+    device: str = "cpu",
+    encoder: str | None = None,
 ) -> Judge:
     """Load a judge: `module:function`, one that `foretrace judge train` wrote, or a classifier.
 
     Those that know classes give the probability of `label`; a classifier is one of transformers, by
     folder or hub id. With `zero_shot` it is a model of entailment, and the label may be any words
     ("politics").
+
+    A judge of `foretrace judge train` that uses embeddings needs `encoder`, the sentence encoder to
+    load: the one that its file names is not loaded on the file's word. Other judges ignore it.
     """
     module, colon, function = source.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), function)):
         return Judge(source, _imported(module, function))
     if (Path(source) / linear_judge.CONFIG).is_file():
-        trained = linear_judge.LinearJudge.load(Path(source))
+        trained = linear_judge.LinearJudge.load(Path(source), encoder=encoder)
         return Judge(f"{trained.identity} {label}", trained.scorer(label))
     if label is None:
         raise InvalidInputError(
@@ -165,7 +173,9 @@ def _pipeline(task: str, source: str, device: str) -> Any:
             "Judges of transformers need it installed: pip install 'foretrace[transformers]'."
         ) from error
     try:
-        return pipeline(task, model=source, device=device)  # type: ignore[call-overload]
+        return pipeline(  # type: ignore[call-overload]
+            task, model=source, device=device, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InvalidInputError(
             f"The judge '{source}' cannot be loaded for {task} ({reason(error)}). Give the folder "

@@ -4,8 +4,9 @@ It is saved as numbers and settings, without pickle: words are hashed, so there 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
 CONFIG, TENSORS = "judge.json", "judge.safetensors"
 FORMAT_VERSION = 1
+ENCODER_DTYPES = ("float16", "bfloat16", "float32", "float64")
 Floats = NDArray[np.float32]
 
 
@@ -39,6 +41,25 @@ class LinearJudgeConfig:
     regularisation: float = 1.0
     """Strength C of scikit-learn: the greater, the weaker it holds weights down."""
     source: str = ""
+
+    def __post_init__(self) -> None:
+        encoder = "" if self.encoder is None else self.encoder
+        names = (encoder, self.encoder_dtype, self.source, *self.classes)
+        counts = (self.encoder_tokens, self.buckets)
+        scales = (self.embedding_scale, self.regularisation)
+        if not all(isinstance(name, str) for name in names):
+            raise InvalidInputError("classes, encoder, encoder_dtype and source must be strings")
+        if len(set(self.classes)) != len(self.classes) or len(self.classes) < 2:
+            raise InvalidInputError("classes must be at least two different names")
+        if self.encoder_dtype not in ENCODER_DTYPES:
+            raise InvalidInputError(
+                f"encoder_dtype is '{self.encoder_dtype}', but it must be one of "
+                f"{', '.join(ENCODER_DTYPES)}"
+            )
+        if not all(type(count) is int and count > 0 for count in counts):
+            raise InvalidInputError("encoder_tokens and buckets must be positive integers")
+        if not all(type(scale) in (int, float) and isfinite(scale) for scale in scales):
+            raise InvalidInputError("embedding_scale and regularisation must be finite numbers")
 
 
 class LinearJudge:
@@ -91,6 +112,13 @@ class LinearJudge:
     def probabilities(self, texts: Sequence[str]) -> Floats:
         """Give the probability of every class: (texts, classes)."""
         features = self._features(texts, self._counted(texts))
+        if features.shape[1] != self.weights.shape[1]:
+            hashed = 2 * self.config.buckets
+            raise InvalidInputError(
+                f"The encoder '{self.config.encoder}' returns embeddings of width "
+                f"{features.shape[1] - hashed}, but the judge was trained with width "
+                f"{self.weights.shape[1] - hashed}. Give the encoder that it was trained with."
+            )
         scores = np.asarray(features @ self.weights.T) + self.intercepts
         if scores.shape[1] == 1:  # of two classes, the second's log-odds
             scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
@@ -123,22 +151,23 @@ class LinearJudge:
         _io.write_tensors_and_json(folder / TENSORS, tensors, {}, folder / CONFIG, content)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Read what `save` wrote."""
-        content = _io.read_json(folder / CONFIG)
-        if content.pop("format_version", None) != FORMAT_VERSION:
-            raise InvalidFileError(
-                f"{folder / CONFIG} is of another version of foretrace. Train the judge again."
-            )
-        try:
-            config = LinearJudgeConfig(**{**content, "classes": tuple(content["classes"])})
-        except (TypeError, KeyError) as error:
-            raise InvalidFileError(
-                f"{folder / CONFIG} is not a judge's ({reason(error)}). Train it again."
-            ) from error
-        tensors, _ = _io.read_tensors(folder / TENSORS)
-        parts = [tensors[name].numpy() for name in ("idf", "weights", "intercepts")]
-        return cls(config, *parts)
+    def load(cls, folder: Path, *, encoder: str | None = None) -> Self:
+        """Load a judge that `save` wrote.
+
+        The encoder that the file names is never loaded on the file's word: loading a judge from
+        somebody else must not load another model, or its code. `encoder` names the one to use.
+        """
+        config = _read_config(folder / CONFIG)
+        if config.encoder is not None:
+            if encoder is None:
+                raise InvalidInputError(
+                    f"The judge in {folder} was trained with the encoder '{config.encoder}', which "
+                    f"is not loaded only because a file names it. If you trust it, give "
+                    f"encoder='{config.encoder}' (--encoder on the command line), or the folder of "
+                    f"a copy."
+                )
+            config = replace(config, encoder=encoder)
+        return cls(config, *_read_arrays(folder / TENSORS, config))
 
     def _counted(self, texts: Sequence[str]) -> Any:
         """Hash words and pieces of words: (texts, 2 buckets), sparse."""
@@ -177,8 +206,14 @@ class LinearJudge:
                 "Embeddings need sentence-transformers: pip install 'foretrace[evaluate]'."
             ) from error
         try:
-            settings = {"dtype": getattr(torch, self.config.encoder_dtype)}
-            encoder = SentenceTransformer(self.config.encoder, model_kwargs=settings)
+            encoder = SentenceTransformer(
+                self.config.encoder,
+                trust_remote_code=False,
+                model_kwargs={
+                    "dtype": getattr(torch, self.config.encoder_dtype),
+                    "use_safetensors": True,  # never pickle
+                },
+            )
             encoder.max_seq_length = self.config.encoder_tokens
             return encoder
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
@@ -186,3 +221,41 @@ class LinearJudge:
                 f"The encoder '{self.config.encoder}' cannot be loaded ({reason(error)}). Give the "
                 f"folder or hub id of a model of sentence-transformers."
             ) from error
+
+
+def _read_config(path: Path) -> LinearJudgeConfig:
+    """Read and check a judge's JSON file."""
+    content = _io.read_json(path)
+    if content.pop("format_version", None) != FORMAT_VERSION:
+        raise InvalidFileError(f"{path} is of another version of foretrace. Train the judge again.")
+    try:
+        if not isinstance(content["classes"], list):
+            raise InvalidInputError("classes must be a list")
+        return LinearJudgeConfig(**{**content, "classes": tuple(content["classes"])})
+    except (TypeError, KeyError, OverflowError, InvalidInputError) as error:
+        raise InvalidFileError(
+            f"{path} is not the config of a judge ({reason(error)}). Train it again."
+        ) from error
+
+
+def _read_arrays(path: Path, config: LinearJudgeConfig) -> tuple[Floats, Floats, Floats]:
+    """Read and check a judge's tensors: (idf, weights, intercepts)."""
+    tensors, _ = _io.read_tensors(path)
+    hashed = 2 * config.buckets
+    rows = 1 if len(config.classes) == 2 else len(config.classes)
+    weights = tensors.get("weights")
+    width = hashed
+    if config.encoder is not None and weights is not None and weights.dim() == 2:
+        width = max(hashed + 1, weights.shape[1])  # the encoder decides the rest of the width
+    shapes = {"idf": (hashed,), "weights": (rows, width), "intercepts": (rows,)}
+    arrays = []
+    for name, shape in shapes.items():
+        tensor = _io.take_tensor(tensors, name, shape, path)
+        if tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            raise InvalidFileError(
+                f"{path}: tensor '{name}' must hold finite numbers of type float32. Copy, download "
+                f"or train the judge again."
+            )
+        arrays.append(tensor.numpy())
+    idf, weights_array, intercepts = arrays
+    return idf, weights_array, intercepts

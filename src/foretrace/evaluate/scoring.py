@@ -112,7 +112,9 @@ class Scorer:
         if plan.source == "perspective":
             return perspective_judge(key or "TOXICITY")
         if plan.source is not None:
-            return load_judge(plan.source, label=key or None, device=self.device)
+            return load_judge(
+                plan.source, label=key or None, device=self.device, encoder=self.encoder
+            )
         linear = self._linear()
         return Judge(f"{linear.identity} {key}", linear.scorer(key or None))
 
@@ -140,7 +142,7 @@ class Scorer:
                 note.unlink(missing_ok=True)
                 train_judge(rows, self.plan.train, self.plan.label, self.encoder).save(folder)
                 _io.write_json(note, plan)
-            self._trained = LinearJudge.load(folder)
+            self._trained = LinearJudge.load(folder, encoder=self.encoder)
         return self._trained
 
     def _agreement(self) -> dict[str, Any]:
