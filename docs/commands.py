@@ -1,4 +1,4 @@
-"""Puts the commands' own help into the page of the command line, when the site is built."""
+"""MkDocs hook: insert the generated help of all commands into the command-line page."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from typer.cli import get_docs_for_click
 
 from foretrace.cli import app
 
-PLACE = "<!-- commands -->"
+PLACEHOLDER = "<!-- commands -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the page that has the place for it."""
-    if PLACE not in markdown:
+    """Replace the placeholder, if the page has one, by the help of all commands."""
+    if PLACEHOLDER not in markdown:
         return markdown
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="foretrace", indent=1)
-    return markdown.replace(PLACE, text)
+    return markdown.replace(PLACEHOLDER, text)
