@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Logi
 
 from foretrace import HMM, Attribute
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
 from harness import Report, options, paired, seconds
 from inference import dense_hmm, sparse_emission
 from smollm2 import find_smollm2

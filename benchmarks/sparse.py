@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foretrace import HMM, Attribute
 from foretrace._tables import read_rows
 from foretrace.attribute import tokenize
-from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Matching, Request
 from harness import Report, options
 from smollm2 import find_smollm2
 

@@ -15,7 +15,8 @@ from foretrace.attribute.automaton import Automaton
 from foretrace.attribute.memory import Memory
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import inference
-from foretrace.lookahead import Goal, Lookahead, Request, Steering
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Request, Steering
 from harness import Report, seconds
 
 HORIZON = 3

@@ -10,8 +10,8 @@ from candidates.reference import Beliefs, Reference
 from foretrace.engines.sampler import Sampler
 from foretrace.engines.transformers import Goals
 from foretrace.hmm import HMM
-from foretrace.lookahead import Request, Steering
-from foretrace.lookahead.ends import Ends
+from foretrace.steering import Request, Steering
+from foretrace.steering.neutral_end import Ends
 
 Look = Callable[[Beliefs, Tensor], Beliefs]
 """What the LM's logits, (n, V), change in what is believed."""

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
-    from foretrace.lookahead import Goal, Lookahead
+    from foretrace.lookahead import Lookahead
+    from foretrace.steering import Goal
     from foretrace.vocabulary import fingerprint
 
 __version__: str
@@ -49,7 +50,7 @@ _HOMES = {
     "DistillConfig": "foretrace.distill.config",
     "ForetraceError": "foretrace.errors",
     "distill": "foretrace.distill.run",
-    "Goal": "foretrace.lookahead",
+    "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
     "mentions": "foretrace.engines.spelling",

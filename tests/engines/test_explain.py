@@ -15,7 +15,8 @@ from foretrace.engines.explain import explain
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
 from tiny_lm import WORDS
 
 VOCAB = len(WORDS)

@@ -15,7 +15,8 @@ from foretrace.attribute import Attribute
 from foretrace.engines.sampler import LIKELIEST, Sampler, draw_nucleus
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
 from tiny_lm import WORDS
 
 VOCAB, NEW, TOP_P = len(WORDS), 6, 0.8

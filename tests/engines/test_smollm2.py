@@ -15,7 +15,8 @@ from foretrace.attribute import Attribute
 from foretrace.engines.spelling import mentions
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Matching, Request
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["The weather in Paris", "She opened the door and", "My"]

@@ -16,7 +16,8 @@ from foretrace.attribute import Attribute
 from foretrace.engines.transformers import Goals, SteeringProcessor, generate
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Matching, Request
 from tiny_lm import WORDS
 
 VOCAB, NEW = len(WORDS), 8

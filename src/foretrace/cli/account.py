@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.engines.explain import Choice
-    from foretrace.lookahead import Goal
+    from foretrace.steering import Goal
 
 
 @dataclass(frozen=True)

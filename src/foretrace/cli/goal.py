@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from foretrace.hmm import HMM
-    from foretrace.lookahead import Goal
+    from foretrace.steering import Goal
 
 FAR = 64  # tokens: how far ahead what must occur is looked for
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
@@ -87,7 +87,8 @@ def load_goals(
     from foretrace.engines.asked import constraint
     from foretrace.engines.spelling import Spelling
     from foretrace.errors import InvalidInputError
-    from foretrace.lookahead import Goal, Lookahead
+    from foretrace.lookahead import Lookahead
+    from foretrace.steering import Goal
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     spelling = cache(Spelling.of)  # if it is needed at all, and then once

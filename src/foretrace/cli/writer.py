@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.lookahead import Goal
+    from foretrace.steering import Goal
 
 
 @dataclass(frozen=True)

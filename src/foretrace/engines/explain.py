@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead import Goal, Matching, Request
+from foretrace.steering import Goal, Matching, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

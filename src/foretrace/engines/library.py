@@ -25,7 +25,8 @@ from foretrace.engines.shelf import Lease, Shelf
 from foretrace.engines.spelling import Spelling
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead import Goal, Matching, Request
+from foretrace.steering import Goal, Matching, Request
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:

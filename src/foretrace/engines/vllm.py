@@ -23,7 +23,7 @@ from foretrace.engines.asked import read_asked
 from foretrace.engines.settings import open_library
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Request, Row, Steering
+from foretrace.steering import Request, Row, Steering
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:

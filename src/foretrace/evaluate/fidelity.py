@@ -18,7 +18,8 @@ from foretrace.errors import InvalidInputError
 from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import inference
-from foretrace.lookahead import Lookahead, Request, Steering
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Request, Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

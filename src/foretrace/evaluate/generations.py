@@ -17,7 +17,7 @@ from foretrace.engines.transformers import (
     encode_prompts,
 )
 from foretrace.errors import InvalidFileError
-from foretrace.lookahead import Goal
+from foretrace.steering import Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

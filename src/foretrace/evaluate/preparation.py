@@ -13,7 +13,8 @@ from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.generations import Method
 from foretrace.evaluate.suite import Fitting, MethodPlan, Steer, Suite
 from foretrace.hmm import HMM
-from foretrace.lookahead import Goal, Lookahead
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
 from foretrace.vocabulary import described
 
 if TYPE_CHECKING:

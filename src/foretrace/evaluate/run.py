@@ -23,7 +23,7 @@ from foretrace.evaluate.preparation import (
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import FIGURES, Suite
 from foretrace.evaluate.surprise import surprise
-from foretrace.lookahead import Goal
+from foretrace.steering import Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

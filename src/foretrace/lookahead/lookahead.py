@@ -10,8 +10,8 @@ from foretrace.attribute.lookup import lookup
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.lookahead.expectation import Future, Kind, Weighing, expect
-from foretrace.lookahead.reading import Reading
+from foretrace.lookahead.device_automaton import Reading
+from foretrace.lookahead.eap import Future, Kind, Weighing, expect
 from foretrace.lookahead.tables import Tables, build, complements
 from foretrace.vocabulary import require_same_fingerprint
 

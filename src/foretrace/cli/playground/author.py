@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.hmm import HMM
-    from foretrace.lookahead import Goal
+    from foretrace.steering import Goal
 
 CANDIDATES = 5  # at each place
 MOST_GOALS = 1_000  # that a list on a page can hold

@@ -9,10 +9,10 @@ from torch import Tensor
 from foretrace.attribute.transform import log_common, log_transformed
 from foretrace.hmm import inference
 from foretrace.hmm.probability import blocks_of
-from foretrace.lookahead.group import transform_of
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.row import Pursuit, Row, pursuits
 from foretrace.lookahead.tables import NEVER, never_in
+from foretrace.steering.goal_group import transform_of
+from foretrace.steering.state import Pursuit, Row, pursuits
 
 MOST_ELEMENTS = 1 << 22  # numbers at once
 NOTHING = 1e4  # nats: what is so much less probable will not be written

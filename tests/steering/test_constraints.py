@@ -6,7 +6,8 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Matching, Request
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import SPELLED, attributes
 

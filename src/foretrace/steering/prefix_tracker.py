@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from foretrace.hmm import HMM
-from foretrace.lookahead.row import Request, Row
-from foretrace.lookahead.steering import Steering
+from foretrace.steering.batch import Steering
+from foretrace.steering.request import Request
+from foretrace.steering.state import Row
 
 
 class Matching:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.lookahead import Goal, Lookahead, Matching, Request
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Matching, Request
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
 

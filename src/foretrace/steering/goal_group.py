@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute.transform import log_common, log_transformed
-from foretrace.lookahead.expectation import Future, Kind, Weighing, expect
-from foretrace.lookahead.goal import Goal
-from foretrace.lookahead.row import Pursuit, Row, pursuits
+from foretrace.lookahead.eap import Future, Kind, Weighing, expect
+from foretrace.steering.goal import Goal
+from foretrace.steering.state import Pursuit, Row, pursuits
 
 
 def by_kind(rows: Sequence[Row]) -> list[list[Pursuit]]:

@@ -13,12 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.hmm.probability import transposed
-from foretrace.lookahead.ends import Ends
-from foretrace.lookahead.exceptions import exceptions
-from foretrace.lookahead.expectation import expected
-from foretrace.lookahead.group import Group, by_kind
+from foretrace.lookahead.eap import expected
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.row import Request, Row
+from foretrace.steering.constraints import exceptions
+from foretrace.steering.goal_group import Group, by_kind
+from foretrace.steering.neutral_end import Ends
+from foretrace.steering.request import Request
+from foretrace.steering.state import Row
 
 # Probabilities at once; on a CPU, what fits its caches. The vocabulary is cut into blocks.
 MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 25, 1 << 19, 1024
