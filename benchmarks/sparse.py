@@ -19,7 +19,7 @@ from foretrace import HMM, Attribute
 from foretrace._tables import read_rows
 from foretrace.attribute import tokenize
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 from harness import Report, options
 from smollm2 import find_smollm2
 
@@ -86,7 +86,7 @@ def _steered(
     logits: Tensor,
 ) -> Tensor:
     goal = Goal(Lookahead(hmm, attribute), *transform)
-    steering = Matching(hmm)
+    steering = PrefixTracker(hmm)
     requests = [Request((goal,), tuple(ids), REMAINING + 1) for ids in prompts]
     steering.step(requests, [[] for _ in prompts])
     return steering.reweight(logits).double().softmax(-1)

@@ -16,7 +16,7 @@ from foretrace.attribute.memory import Memory
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Request, Steering
+from foretrace.steering import BatchSteering, Goal, Request
 from harness import Report, seconds
 
 HORIZON = 3
@@ -93,7 +93,7 @@ def _goal(bench: Workbench, phrases: Phrases | None) -> Goal:
 
 def _steering(bench: Workbench, goal: Goal, ids: Tensor) -> Callable[[], object]:
     """Steer one step of texts."""
-    steering, logits = Steering(bench.hmm), torch.randn(len(ids), bench.hmm.vocab_size)
+    steering, logits = BatchSteering(bench.hmm), torch.randn(len(ids), bench.hmm.vocab_size)
     requests = [Request((goal,), tuple(prompt), 20) for prompt in ids.tolist()]
-    rows = steering.read_written(requests, [[]] * len(requests))
+    rows = steering.read_generated(requests, [[]] * len(requests))
     return lambda: steering.reweight_(logits.clone(), rows)

@@ -10,8 +10,8 @@ from candidates.reference import Beliefs, Reference
 from foretrace.engines.sampler import Sampler
 from foretrace.engines.transformers import Goals
 from foretrace.hmm import HMM
-from foretrace.steering import Request, Steering
-from foretrace.steering.neutral_end import Ends
+from foretrace.steering import BatchSteering, Request
+from foretrace.steering.neutral_end import NeutralEnd
 
 Look = Callable[[Beliefs, Tensor], Beliefs]
 """What the LM's logits, (n, V), change in what is believed."""
@@ -20,7 +20,7 @@ Look = Callable[[Beliefs, Tensor], Beliefs]
 def believed(hmm: HMM, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Give the HMM's belief of the next state after prompts: (n, h)."""
     requests = [Request((), tuple(prompt), 1) for prompt in prompts]
-    rows = Steering(hmm).read_written(requests, [[]] * len(requests))
+    rows = BatchSteering(hmm).read_generated(requests, [[]] * len(requests))
     return torch.stack([row.predicted for row in rows])
 
 
@@ -54,9 +54,9 @@ class CandidateSampler(Sampler):
             left = self.max_new_tokens - (ids.shape[1] - start) - 1
             log_eap = reference.log_eap(self.look(beliefs, logits), left)
             logit = log_eap - torch.log(-torch.expm1(log_eap))
-            ends = Ends(logits, list(range(len(logits))), torch.tensor(list(self.ends)))
+            ends = NeutralEnd(logits, list(range(len(logits))), torch.tensor(list(self.ends)))
             steered = logits + torch.nn.functional.logsigmoid(self.strength * logit + self.shift)
-            ends.restore(steered)
+            ends.restore_(steered)
             return steered
 
         return steer

@@ -67,7 +67,7 @@ def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: st
     }
     exact = Lookahead(hmm, asked.goals[0].expression.build(attributes), HORIZON)
     assert torch.equal(found.lookahead.tables.values, exact.tables.values)
-    assert torch.equal(found.lookahead.own, exact.own)
+    assert torch.equal(found.lookahead.token_weights, exact.token_weights)
 
 
 def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
     assert library.admit(_asked("formal")) != [before]
     (old,) = library.goals(_asked("formal"), [before])  # one that was admitted before
     assert not torch.equal(
-        old.lookahead.own,
-        library.goals(_asked("formal"), library.admit(_asked("formal")))[0].lookahead.own,
+        old.lookahead.token_weights,
+        library.goals(_asked("formal"), library.admit(_asked("formal")))[0].lookahead.token_weights,
     )
 
 

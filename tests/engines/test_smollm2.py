@@ -16,7 +16,7 @@ from foretrace.engines.spelling import mentions
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["The weather in Paris", "She opened the door and", "My"]
@@ -104,7 +104,7 @@ def test_sparse_is_within_its_promise_of_dense(
 
 def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: Tensor) -> Tensor:
     goal = Goal(Lookahead(hmm, attribute, 64), strength=2.0)
-    steering = Matching(hmm)
+    steering = PrefixTracker(hmm)
     steering.step([Request((goal,), tuple(ids), 20) for ids in prompts], [[] for _ in prompts])
     return steering.reweight(logits).double().softmax(-1)
 

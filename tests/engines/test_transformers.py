@@ -17,7 +17,7 @@ from foretrace.engines.transformers import Goals, SteeringProcessor, generate
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 from tiny_lm import WORDS
 
 VOCAB, NEW = len(WORDS), 8
@@ -94,11 +94,11 @@ def test_one_object_serves_many_calls(lm: Any, tokenizer: Any, goals: list[Goal]
         assert again == write(lm, tokenizer, [prompt], [goals[0]])
 
 
-class Forgetful(Matching):
+class Forgetful(PrefixTracker):
     """A steering that keeps nothing: every state is found from the tokens alone."""
 
     def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
-        self._known = {}
+        self._cache = {}
         super().step(requests, written)
 
 

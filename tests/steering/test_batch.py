@@ -10,7 +10,7 @@ from torch import Tensor
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
 
@@ -35,7 +35,7 @@ def test_steered_by_itself_the_hmm_writes_from_the_posterior(form: str, name: st
     joint = torch.where(hmm.log_likelihood(texts) > -60, joint, 0.0)
     expected = joint / joint.sum()
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, log_steered = Matching(hmm), torch.zeros(len(texts), dtype=torch.float64)
+    steering, log_steered = PrefixTracker(hmm), torch.zeros(len(texts), dtype=torch.float64)
     for length in range(LENGTH):
         prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
         prefixes = prefixes.reshape(TOKENS**length, length)
@@ -52,7 +52,7 @@ def test_sampled_texts_are_of_the_posterior() -> None:
     texts = all_texts(LENGTH)
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts)
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, count = Matching(hmm), 20_000
+    steering, count = PrefixTracker(hmm), 20_000
     generator = torch.Generator().manual_seed(0)
     drawn = torch.zeros(count, 0, dtype=torch.long)
     for _ in range(LENGTH):
@@ -72,20 +72,20 @@ def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
     assert lookahead.tables.values.nbytes == 8 * 8 * terms * hmm.num_states
     tokens, tables = len(lookahead.tokens), sum(table.nbytes for table in lookahead.tables)
     assert lookahead.nbytes == tables + 8 * (terms * (TOKENS + tokens) + tokens)
-    steering = Matching(hmm)
+    steering = PrefixTracker(hmm)
     requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
         steering.step(requests, [written] * 3)
-    assert len(steering._known) == len(steering.rows) == 3
-    row = steering.rows[0]
+    assert len(steering._cache) == len(steering.states) == 3
+    row = steering.states[0]
     assert row is not None
     assert row.predicted.shape == (hmm.num_states,)
-    assert [past.shape for past in row.past] == [(terms,)]
+    assert [past.shape for past in row.log_past] == [(terms,)]
 
 
 def test_logits_of_other_rows_are_refused() -> None:
     hmm = tiny_hmm("dense")
-    steering = Matching(hmm)
+    steering = PrefixTracker(hmm)
     steering.step([Request((), (), 5)], [[]])
     with pytest.raises(InvalidInputError, match="1 rows"):
         steering.reweight(torch.zeros(2, TOKENS))
@@ -102,7 +102,7 @@ def test_long_improbable_texts_are_still_steered(name: str) -> None:
     for dtype in (torch.float32, torch.float64):
         hmm = tiny_hmm("dense").to(dtype=dtype)
         request = Request((Goal(Lookahead(hmm, attribute, LENGTH), 2.0, -1.0),), (), 1000)
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         steering.step([request], [written])
         logits = torch.tensor([[0.25, 0.5, 0.125, 0.0]], dtype=dtype)
         found.append(steering.reweight(logits).log_softmax(-1).double())
@@ -117,7 +117,7 @@ def test_tables_of_any_dtype(dtype: torch.dtype, form: str) -> None:
     found = []
     for hmm in (exact, rounded):
         lookahead = Lookahead(hmm, attributes()["all"], LENGTH)
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         steering.step([Request((Goal(lookahead),), (1, 2), 9)], [[3]])
         found.append(steering.reweight(torch.zeros(1, TOKENS)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.1)
@@ -126,7 +126,7 @@ def test_tables_of_any_dtype(dtype: torch.dtype, form: str) -> None:
 def test_tokens_that_the_hmm_does_not_know_are_passed_over() -> None:
     hmm = tiny_hmm("dense")
     goal = Goal(Lookahead(hmm, attributes()["one"], LENGTH))
-    known, with_unknown = Matching(hmm), Matching(hmm)
+    known, with_unknown = PrefixTracker(hmm), PrefixTracker(hmm)
     known.step([Request((goal,), (1, 2), 9)], [[3]])
     request = Request((goal,), (1, TOKENS + 5, 2), 9)
     with_unknown.step([request], [[]])
@@ -145,7 +145,7 @@ def test_a_neutral_end_is_as_probable_as_before(name: str) -> None:
     lookahead, logits = Lookahead(known, attributes()[name], 5), torch.randn(1, TOKENS)
     found = []
     for neutral in (False, True):
-        steering = Matching(known)
+        steering = PrefixTracker(known)
         steering.step([Request((Goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
         found.append(steering.reweight(logits).softmax(-1))
     plain, kept = found

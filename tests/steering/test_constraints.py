@@ -7,7 +7,7 @@ from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import SPELLED, attributes
 
@@ -18,7 +18,7 @@ def write(goals: tuple[Goal, ...], limit: int, seed: int, ends: tuple[int, ...] 
     """Draw from an LM that knows nothing of the goals, and would rather end the text."""
     generator = torch.Generator().manual_seed(seed)
     request = Request(goals, (0,), limit, ends=ends)
-    steering = Matching(goals[0].lookahead.hmm)
+    steering = PrefixTracker(goals[0].lookahead.hmm)
     written: list[int] = []
     for _ in range(limit):
         steering.step([request], [written])
@@ -83,7 +83,7 @@ def test_a_rare_text_is_not_lost_in_float32() -> None:
     for hmm in (wide, wide.to(dtype=torch.float32)):
         lookahead = Lookahead(hmm, Attribute.occurrence("a" * 10, SPELLED), 64)
         assert int(lookahead.tables.log_scales[10, 0, 0]) < -200
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         rows = [Request((Goal(lookahead),), (), 30)] * 3
         steering.step(rows, [[0] * 5, [0] * 9, [1] * 4])
         found.append(steering.reweight(torch.zeros(3, TOKENS)).log_softmax(-1).double())
@@ -102,11 +102,11 @@ def test_a_batch_is_as_its_rows() -> None:
     requests += [Request((goals[0], goals[4], goals[5]), (2,), 12), Request((), (1,), 12)]
     texts = [[token % TOKENS for token in range(place % 4)] for place in range(len(requests))]
     logits = torch.randn(len(requests), TOKENS, generator=torch.Generator().manual_seed(0)).double()
-    together = Matching(hmm)
+    together = PrefixTracker(hmm)
     together.step(requests, texts)
     whole = together.reweight(logits).log_softmax(-1)
     for place, (request, text) in enumerate(zip(requests, texts, strict=True)):
-        alone = Matching(hmm)
+        alone = PrefixTracker(hmm)
         for end in range(len(text) + 1):  # token by token, not all at once
             alone.step([request], [text[:end]])
         torch.testing.assert_close(
@@ -121,7 +121,7 @@ def test_float32_is_as_good_as_float64(name: str) -> None:
     attribute = attributes()[name] & Attribute.occurrence("babababab", SPELLED)
     found = []
     for hmm in (wide, wide.to(dtype=torch.float32)):
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         rows = [Request((Goal(Lookahead(hmm, attribute, 20)),), (1,), 16)] * 3
         steering.step(rows, [[], [1, 0], [3, 1, 3, 1]])
         found.append(steering.reweight(torch.zeros(3, TOKENS)).softmax(-1).double())
@@ -134,7 +134,7 @@ def test_what_is_common_is_told_where_it_is_asked_for() -> None:
     lookahead = Lookahead(hmm, Attribute.occurrence("abab", SPELLED), 8)
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
     for written, limit in (([0], 5), ([0, 1], 3), ([3], 2)):  # the last leaves no choice
-        eap, steered = (Matching(hmm, absolute=flag) for flag in (True, False))
+        eap, steered = (PrefixTracker(hmm, absolute=flag) for flag in (True, False))
         for each in (eap, steered):
             each.step([Request((Goal(lookahead),), (1,), limit)], [written])
         whole, relative = eap.reweight(logits), steered.reweight(logits)
@@ -152,7 +152,7 @@ def test_what_must_occur_has_time_until_the_end() -> None:
     lookahead = Lookahead(hmm, attributes()["must"], 8)
     found = []
     for horizon in (None, 0):
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         steering.step([Request((Goal(lookahead),), (1,), 9, horizon)], [[1]])
         found.append(steering.reweight(torch.zeros(1, TOKENS)))
     assert torch.equal(*found)
@@ -163,11 +163,11 @@ def test_a_forbidden_past_leaves_the_automaton_its_say() -> None:
     attribute = Attribute.from_weights(weights) & Attribute.occurrence("abab", SPELLED)
     hmm, found = tiny_hmm("dense"), []
     for first in (1, 2):
-        steering = Matching(hmm)
+        steering = PrefixTracker(hmm)
         goal = Goal(Lookahead(hmm, attribute, 8))
         request = Request((goal,), (1,), 9)
         steering.step([request], [[first]])
-        row = steering.rows[0]
+        row = steering.states[0]
         assert row is not None
         found.append(steering.reweight(torch.zeros(1, TOKENS)).log_softmax(-1))
     assert found[1].isfinite().all()
@@ -183,13 +183,15 @@ def test_vocabularies_may_differ_in_size(form: str) -> None:
     start = torch.tensor([1])
     torch.testing.assert_close(Lookahead(hmm, more, 5).eap(start, 4), same.eap(start, 4))
     fewer = Lookahead(hmm, ~Attribute.occurrence("a", SPELLED[:3]), 5)
-    states = torch.arange(len(fewer.remembered.moves))
-    assert torch.equal(fewer.remembered.after(states, torch.full_like(states, 3)), states)
+    automaton = fewer.automaton
+    assert automaton is not None
+    states = torch.arange(len(automaton.transitions))
+    assert torch.equal(automaton.step(states, torch.full_like(states, 3)), states)
 
 
 def test_logits_of_half_precision() -> None:
     lookahead = Lookahead(tiny_hmm("eos").to(dtype=torch.float32), attributes()["must"], 8)
-    steering = Matching(lookahead.hmm)
+    steering = PrefixTracker(lookahead.hmm)
     steering.step([Request((Goal(lookahead, neutral_end=True),), (1,), 9)], [[0]])
     found = steering.reweight(torch.zeros(1, TOKENS, dtype=torch.float16))
     assert float(found.float().softmax(-1)[0, END]) == 0.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretrace.errors import InvalidInputError
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def explain(
         Request(tuple(own), tuple(prompt), limit, ends=tuple(ends))
         for own in (goals, *([Goal(goal.lookahead)] for goal in goals))
     ]
-    steering = Matching(goals[0].lookahead.hmm, absolute=True)
+    steering = PrefixTracker(goals[0].lookahead.hmm, absolute=True)
     choices = []
     for place, logits in enumerate(_logits(model, prompt, written)):
         steering.step(requests, [written[:place]] * len(requests))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foretrace.errors import InvalidInputError
-from foretrace.steering import Goal, Matching, Request
+from foretrace.steering import Goal, PrefixTracker, Request
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SteeringProcessor(LogitsProcessor):
                 "The goals of a batch must be of one and the same HMM object: load it once, and "
                 "make every Lookahead with it."
             )
-        self.matching = Matching(*hmms.values()) if hmms else None
+        self.matching = PrefixTracker(*hmms.values()) if hmms else None
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 

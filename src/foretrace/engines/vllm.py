@@ -23,7 +23,7 @@ from foretrace.engines.asked import read_asked
 from foretrace.engines.settings import open_library
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering import Request, Row, Steering
+from foretrace.steering import BatchSteering, Request, SequenceState
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class _Slot:
     request: Request | None
     output: list[int]
     """What is written, alive; empty and not used by runner V2."""
-    row: Row | None = None
+    row: SequenceState | None = None
 
     def lacks(self, written: int) -> int:
         """How many tokens the row is behind; less than 0 if there is none, or another text's."""
-        return -1 if self.row is None else written - self.row.written
+        return -1 if self.row is None else written - self.row.num_generated
 
 
 class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
@@ -69,7 +69,7 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         self.library = open_library(torch.device(device), counters.observe_library)
         _check_model(vllm_config, self.library.hmm)
         self.longest = int(vllm_config.model_config.max_model_len)
-        self.steering = Steering(self.library.hmm, counters.MeanEAP().add)
+        self.steering = BatchSteering(self.library.hmm, counters.MeanEAP().add)
         self.slots: dict[int, _Slot] = {}
         self.ends = _ends(vllm_config, self.library.hmm.config.eos_token_ids)
 
@@ -152,7 +152,7 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         tokens = torch.tensor([slot.output[-1] for slot in moved], dtype=torch.long)
         self._advance(moved, tokens.to(self.library.hmm.device))
         requests = [slot.request for slot in new if slot.request is not None]
-        read = self.steering.read_written(requests, [slot.output for slot in new])
+        read = self.steering.read_generated(requests, [slot.output for slot in new])
         self._take(new, read)
         return self.slots
 
@@ -209,7 +209,7 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             return logits
         with counters.timed_step():
             slots = self._rows_v1() if ctx is None else self._rows_v2(ctx)
-            rows: list[Row | None] = [None] * len(logits)
+            rows: list[SequenceState | None] = [None] * len(logits)
             for place, slot in slots.items():
                 rows[place] = slot.row
             self.steering.reweight_(logits, rows)
@@ -220,7 +220,7 @@ class SteeringProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         before = [slot.row for slot in slots if slot.row is not None]
         self._take(slots, self.steering.advance(before, tokens))
 
-    def _take(self, slots: list[_Slot], rows: list[Row]) -> None:
+    def _take(self, slots: list[_Slot], rows: list[SequenceState]) -> None:
         for slot, row in zip(slots, rows, strict=True):
             slot.row = row
 

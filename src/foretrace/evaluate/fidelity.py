@@ -19,7 +19,7 @@ from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Request, Steering
+from foretrace.steering import BatchSteering, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +100,7 @@ def measure_fidelity(
 
     With `probe`, also with what a linear probe on the LM's own state expects.
     """
-    if lookahead.reading is not None:
+    if lookahead.automaton is not None:
         raise InvalidInputError("Fidelity is of attributes with weights, not of what must occur.")
     if lookahead.horizon < length - 1:
         raise InvalidInputError(
@@ -109,7 +109,7 @@ def measure_fidelity(
         )
     torch.manual_seed(seed)
     sampler = Sampler(lm, ends, length, top_p=1.0)
-    steering = Steering(lookahead.hmm)
+    steering = BatchSteering(lookahead.hmm)
     found, kept = Fidelity(), _kept(lookahead)
     for done, prefix in enumerate(prefixes, 1):
         (drawn,) = sampler.draw([prefix], rollouts)
@@ -197,7 +197,7 @@ def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[di
     ]
 
 
-def _predicted(steering: Steering, prefix: Sequence[int]) -> torch.Tensor:
+def _predicted(steering: BatchSteering, prefix: Sequence[int]) -> torch.Tensor:
     """Give the distribution of the state after a prefix: (1, h)."""
     length, tokens = torch.tensor([len(prefix)]), torch.tensor([prefix], dtype=torch.long)
     (row,) = steering.read([Request((), tuple(prefix), 0)], tokens, length, length)
@@ -224,5 +224,5 @@ def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ah
 
 def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
-    table = lookahead.ahead(ahead)
+    table = lookahead.table_for(ahead)
     return 1 - table if lookahead.kind.complement else table

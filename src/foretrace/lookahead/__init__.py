@@ -1,4 +1,4 @@
-"""Lookahead: exact expectations over all futures."""
+"""Backward tables of an attribute under an HMM, and the EAP of next tokens."""
 
 from foretrace.lookahead.lookahead import Lookahead
 

@@ -1,4 +1,4 @@
-"""An automaton beside an HMM: what steering has to know of it, on the device."""
+"""A weighted automaton on the HMM's device, as steering reads it."""
 
 from typing import NamedTuple, Self
 
@@ -11,51 +11,54 @@ from foretrace.hmm import HMM
 from foretrace.hmm.emission import Part
 
 
-class Reading(NamedTuple):
-    """Where next tokens lead. All but `tokens` are of class 0."""
+class DeviceAutomaton(NamedTuple):
+    """Transition tables of an automaton. Tokens that are not in `tokens` are of class 0."""
 
-    tokens: Tensor  # (M,) rising
+    tokens: Tensor  # (M,) increasing
     classes: Tensor  # (M,)
-    moves: Tensor  # (Q, C)
-    targets: Tensor  # (Q, D): states that next tokens lead to; the first is that of class 0
-    column: Tensor  # (Q, C): which of them each class leads to
-    fewest: Tensor  # (Q,): tokens that it takes at least to an end that is worth something
-    emission: Part  # of `tokens`
+    transitions: Tensor  # (Q, C)
+    targets: Tensor  # (Q, D): distinct successors of each state; the first is that of class 0
+    target_index: Tensor  # (Q, C): the column of `targets` that each class leads to
+    min_tokens: Tensor  # (Q,): fewest tokens to a state with a final weight above 0
+    emission: Part  # the HMM's emission of `tokens`
 
     @classmethod
-    def of(cls, memory: Memory, hmm: HMM) -> Self:
-        """Prepare an automaton that rests at ends of texts."""
-        automaton, device = memory.automaton, hmm.device
-        moves = automaton.moves.long()
-        rows = moves.tolist()
-        found = [list(dict.fromkeys(row)) for row in rows]  # class 0 comes first
-        width = max(map(len, found))
-        column = [[own.index(to) for to in row] for own, row in zip(found, rows, strict=True)]
-        targets = [own + own[:1] * (width - len(own)) for own in found]
+    def from_weighted(cls, weighted: Memory, hmm: HMM) -> Self:
+        """Copy an automaton to the HMM's device; end-of-text tokens must not move it."""
+        automaton, device = weighted.automaton, hmm.device
+        transitions = automaton.moves.long()
+        rows = transitions.tolist()
+        distinct = [list(dict.fromkeys(row)) for row in rows]  # class 0 comes first
+        width = max(map(len, distinct))
+        target_index = [
+            [targets.index(target) for target in row]
+            for targets, row in zip(distinct, rows, strict=True)
+        ]
+        padded = [targets + targets[:1] * (width - len(targets)) for targets in distinct]
         tokens = automaton.tokens.to(device, torch.long)
         return cls(
             tokens,
             automaton.classes.to(device, torch.long),
-            moves.to(device),
-            torch.tensor(targets, device=device),
-            torch.tensor(column, device=device),
-            memory.fewest(hmm.vocab_size).to(device),
+            transitions.to(device),
+            torch.tensor(padded, device=device),
+            torch.tensor(target_index, device=device),
+            weighted.fewest(hmm.vocab_size).to(device),
             hmm.emission.part(tokens),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return self.emission.nbytes + sum(part.nbytes for part in self[:-1])
+        """Return the size in bytes."""
+        return self.emission.nbytes + sum(tensor.nbytes for tensor in self[:-1])
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read a text from its beginning: (T,) ids -> (1,)."""
-        state = torch.zeros(1, dtype=torch.long, device=self.moves.device)
-        for place in range(len(tokens)):
-            state = self.after(state, tokens[place : place + 1])
+    def run(self, tokens: Tensor) -> Tensor:
+        """Return the state after a sequence, from the initial state: (T,) ids -> (1,)."""
+        state = torch.zeros(1, dtype=torch.long, device=self.transitions.device)
+        for position in range(len(tokens)):
+            state = self.step(state, tokens[position : position + 1])
         return state
 
-    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Move: (...) states, (...) ids -> (...)."""
-        place, found = lookup(self.tokens, tokens)
-        return self.moves[states, torch.where(found, self.classes[place], 0)]
+    def step(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Return the states after one token each: (...) states, (...) ids -> (...)."""
+        index, is_listed = lookup(self.tokens, tokens)
+        return self.transitions[states, torch.where(is_listed, self.classes[index], 0)]

@@ -1,7 +1,7 @@
-"""The expected attribute probability of next tokens: pure functions, for many rows at once.
+"""The expected attribute probability (EAP) of next tokens: pure functions over many rows.
 
-Shapes: a block of b tokens, rows n, terms K. Rows of one kind share a step, whatever their
-attributes. Tensors are token-major: (b, K, n), (b, n).
+Shapes: b tokens of a block, n rows, K terms. Rows of one `EapKind` share a computation, whatever
+their attributes. Tensors are token-major: (b, K, n), (b, n).
 """
 
 from collections.abc import Sequence
@@ -13,113 +13,119 @@ import torch
 from torch import Tensor
 
 from foretrace.hmm import inference
+from foretrace.lookahead.tables import LOG_ZERO
 
 
-class Kind(NamedTuple):
-    """What decides how an expectation is computed."""
+class EapKind(NamedTuple):
+    """How an EAP is computed; rows of one kind can be computed together."""
 
-    terms: int
+    num_terms: int
     complement: bool
-    """Whether tables hold 1 minus a product, for its digits: where coefficients have both signs."""
+    """Whether tables and token weights hold 1 minus the weight; see `stores_complement`."""
 
 
-class Future(NamedTuple):
-    """What the HMM says of next tokens and all that may follow them."""
+class NextTokenJoint(NamedTuple):
+    """The HMM's joint expectation of a next token and the tokens that may follow it."""
 
     joint: Tensor
     """(b, K, n): sum_z predicted[z] emission[x, z] table[r, k, z]."""
     probability: Tensor
     """(b, n): the same without the table."""
     average: Tensor
-    """(K, n): what `joint` sums to over all tokens; it stands in for those that no state emits."""
+    """(K, n): the sum of `joint` over all tokens. Tokens that no state emits take this value."""
 
 
 @dataclass(frozen=True, eq=False)
-class Weighing:
-    """What the rows' attributes say of tokens; the same for every block of them."""
+class TermWeights:
+    """Coefficients and weights of the rows' attributes; the same for every block of tokens."""
 
     coefficients: Tensor  # (K, n) float64
-    past: Tensor  # (K, n) float64: sums of log-weights of what is written
-    own: Sequence[Tensor]
-    """Of every attribute once, (K, V): weights of tokens, or 1 minus them ..."""
-    which: Tensor  # (n,)
-    """... and which of them is each row's."""
+    log_past: Tensor  # (K, n) float64: sums of log-weights of the generated tokens
+    token_weights: Sequence[Tensor]
+    """The token weights of each distinct attribute, (K, V), or 1 minus them."""
+    attribute_index: Tensor  # (n,)
+    """The position of each row's attribute in `token_weights`."""
 
     @cached_property
-    def log_size(self) -> Tensor:
-        """The size of what is written, common to all next tokens: (n,) float64."""
-        only = len(self.past) == 1
-        size = self.past[0] + self.coefficients[0].log() if only else self.past.max(0).values
-        return size.clamp_min(-1e30)  # what is impossible stays finite: differences are numbers
+    def log_scale(self) -> Tensor:
+        """Return the logarithm of the factor that all next tokens share: (n,) float64."""
+        if len(self.log_past) == 1:
+            log_scale = self.log_past[0] + self.coefficients[0].log()
+        else:
+            log_scale = self.log_past.max(0).values
+        return log_scale.clamp_min(LOG_ZERO)
 
     @cached_property
-    def shares(self) -> Tensor:
-        """The terms' weights beside that size: (K, n) float64."""
-        return self.coefficients * (self.past - self.log_size).exp()
+    def scaled_coefficients(self) -> Tensor:
+        """Return the coefficients times the past, divided by exp(log_scale): (K, n) float64."""
+        return self.coefficients * (self.log_past - self.log_scale).exp()
 
     @cached_property
-    def whole(self) -> Tensor:
-        """What the shares sum to; counted from the largest, 1, for its digits: (n,) float64."""
-        rest = (self.coefficients * (self.past - self.log_size).expm1()).sum(0)
+    def coefficient_sum(self) -> Tensor:
+        """Return the sum of `scaled_coefficients` over the terms: (n,) float64.
+
+        Differences from the largest past are summed, which is accurate where terms cancel.
+        """
+        rest = (self.coefficients * (self.log_past - self.log_scale).expm1()).sum(0)
         return self.coefficients.sum(0) + rest
 
     @cached_property
-    def _choice(self) -> Tensor:
-        """Ones where a row has an attribute: (attributes, n)."""
-        return torch.nn.functional.one_hot(self.which, len(self.own)).to(self.own[0]).T
+    def _one_hot(self) -> Tensor:
+        """Return ones where a row has an attribute: (attributes, n)."""
+        index, tables = self.attribute_index, self.token_weights
+        return torch.nn.functional.one_hot(index, len(tables)).to(tables[0]).T
 
-    def weights(self, block: slice) -> Tensor:
-        """Give the weights of a block's tokens for every row: (b, K, n), or n = 1 for all."""
-        if len(self.own) == 1:
-            return self.own[0][:, block].T.unsqueeze(-1)
-        chosen = torch.stack([own[:, block] for own in self.own], -1)  # (K, b, attributes)
-        if chosen.device.type != "cpu":
-            return chosen[..., self.which].transpose(0, 1)
-        # A product with zeros and ones is exact, and on CPUs ten times as fast as a choice.
-        return (chosen @ self._choice).transpose(0, 1)
+    def for_block(self, block: slice) -> Tensor:
+        """Return the token weights of a block for every row: (b, K, n), or n = 1 for all."""
+        if len(self.token_weights) == 1:
+            return self.token_weights[0][:, block].T.unsqueeze(-1)
+        stacked = torch.stack([weights[:, block] for weights in self.token_weights], -1)
+        if stacked.device.type != "cpu":  # (K, b, attributes)
+            return stacked[..., self.attribute_index].transpose(0, 1)
+        # A product with a one-hot matrix is exact, and ten times as fast as indexing on CPUs.
+        return (stacked @ self._one_hot).transpose(0, 1)
 
 
 class EAP(NamedTuple):
-    """An expected attribute probability: `share` times exp(`log_size`), at most 1.
+    """An expected attribute probability, `values * exp(log_scale)`, at most 1.
 
-    What is written may be so improbable that the product is smaller than any float32. The size is
-    common to all next tokens.
+    All next tokens share the scale. The product itself may underflow float32.
     """
 
-    share: Tensor  # (b, n)
-    log_size: Tensor  # (n,)
+    values: Tensor  # (b, n)
+    log_scale: Tensor  # (n,)
 
 
-def expect(kind: Kind, future: Future, weighing: Weighing, block: slice) -> EAP:
-    """Give the EAP of every token of a block: eq. (EAP)."""
-    least = inference.IMPOSSIBLE
-    # A copy, one number after the other: logarithms of what is scattered take ten times as long.
-    ratio = torch.add(future.joint, future.average, alpha=least).contiguous()
-    ratio.div_((future.probability + least).unsqueeze(1))
+def compute_eap(kind: EapKind, joint: NextTokenJoint, weights: TermWeights, block: slice) -> EAP:
+    """Compute the EAP of every token of a block: eq. (EAP)."""
+    epsilon = inference.IMPOSSIBLE
+    # Contiguous: logarithms of strided values take ten times as long.
+    ratio = torch.add(joint.joint, joint.average, alpha=epsilon).contiguous()
+    ratio.div_((joint.probability + epsilon).unsqueeze(1))
     if kind.complement:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
-        ratio.addcmul_(weighing.weights(block), 1 - ratio)
+        ratio.addcmul_(weights.for_block(block), 1 - ratio)
     else:
-        ratio.mul_(weighing.weights(block))
-    size = weighing.log_size.to(ratio)
-    if kind.terms == 1:
-        return EAP(ratio[:, 0].clamp_min_(least), size)
-    share = _summed(weighing.shares, ratio)
-    if kind.complement:  # what is lost was summed
-        share = weighing.whole.to(share) - share
-    return EAP(share.clamp_min_(least), size)
+        ratio.mul_(weights.for_block(block))
+    log_scale = weights.log_scale.to(ratio)
+    if kind.num_terms == 1:
+        return EAP(ratio[:, 0].clamp_min_(epsilon), log_scale)
+    values = _weighted_sum_(weights.scaled_coefficients, ratio)
+    if kind.complement:  # `values` is the sum of the complements
+        values = weights.coefficient_sum.to(values) - values
+    return EAP(values.clamp_min_(epsilon), log_scale)
 
 
-def expected(kind: Kind, average: Tensor, weighing: Weighing) -> Tensor:
-    """Give the EAP of texts as they are, before their next tokens: (K, n) averages -> (n,)."""
+def mean_eap(kind: EapKind, average: Tensor, weights: TermWeights) -> Tensor:
+    """Compute the mean EAP over the next token: (K, n) averages of joints -> (n,)."""
     products = 1 - average.double() if kind.complement else average.double()
-    shares = weighing.coefficients * weighing.past.exp()
-    return (shares * products).sum(0).clamp(0.0, 1.0)
+    scaled = weights.coefficients * weights.log_past.exp()
+    return (scaled * products).sum(0).clamp(0.0, 1.0)
 
 
-def _summed(shares: Tensor, ratio: Tensor) -> Tensor:
+def _weighted_sum_(coefficients: Tensor, ratio: Tensor) -> Tensor:
     """Sum over the terms, in the memory of the first: (K, n), (b, K, n) -> (b, n)."""
-    weights = shares.to(ratio)
-    total = ratio[:, 0].mul_(weights[0])
+    coefficients = coefficients.to(ratio)
+    total = ratio[:, 0].mul_(coefficients[0])
     for term in range(1, ratio.shape[1]):
-        total.addcmul_(ratio[:, term], weights[term])
+        total.addcmul_(ratio[:, term], coefficients[term])
     return total

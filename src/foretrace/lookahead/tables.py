@@ -1,4 +1,4 @@
-"""Backward tables: the expected worth of all that may follow, by state and tokens left."""
+"""Backward tables: the expected weight of the tokens to come, by HMM state and by their number."""
 
 from typing import NamedTuple
 
@@ -8,94 +8,97 @@ from torch import Tensor
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import HMM
 
-NEVER = -1e30  # the logarithm of what is impossible, as a number: differences of it are numbers
+LOG_ZERO = -1e30  # stands for log 0; it is finite, so that differences are not NaN
 
 
-def never_in(logits: Tensor) -> float:
-    """Give that number in the dtype of logits: float16 ends before it."""
-    return max(NEVER, torch.finfo(logits.dtype).min)
+def log_zero_for(logits: Tensor) -> float:
+    """Return `LOG_ZERO` in the range of the logits' dtype: float16 cannot hold it."""
+    return max(LOG_ZERO, torch.finfo(logits.dtype).min)
 
 
 class Tables(NamedTuple):
-    """What the future is worth: `values` times exp(`log_scales`); or 1 minus it."""
+    """Expected weights of the tokens to come: `values * exp(log_scales)`.
+
+    If `stores_complement(terms)`, `values` holds 1 minus the expected weight, with scales of 1.
+    """
 
     values: Tensor  # (horizon + 1, K, Q, h)
     log_scales: Tensor  # (horizon + 1, K, Q) float64
 
 
-class Onward(NamedTuple):
-    """Where an automaton goes from one of its states, and how probably."""
+class Successors(NamedTuple):
+    """The states that an automaton can move to from one of its states."""
 
     targets: Tensor  # (D,)
-    shares: Tensor  # (K, D, h): expected weight of the tokens that lead there, by the HMM's state
+    weights: Tensor  # (K, D, h): expected weight of the tokens that lead there, by HMM state
 
 
-def complements(terms: Terms) -> bool:
-    """Whether what is lost is kept in tables, not what remains: terms of both signs may cancel.
+def stores_complement(terms: Terms) -> bool:
+    """Return whether tables hold 1 minus the expected weight.
 
-    With an automaton they are rescaled instead: what must occur is improbable, and 1 minus it 1.
+    Terms of both signs may cancel; the complement keeps the digits of small differences. Tables
+    with an automaton are rescaled instead: a constraint is improbable, and its complement near 1.
     """
     return terms.signed and terms.memory is None
 
 
-def build(hmm: HMM, terms: Terms, lost: Tensor, horizon: int) -> Tables:
-    """Walk backward. Its cost grows with the tokens that have a weight, and with Q.
+def build_tables(hmm: HMM, terms: Terms, loss: Tensor, horizon: int) -> Tables:
+    """Run the backward recursion; `loss[z] = sum_x (1 - w(x)) emission[x, z]`: (K, h).
 
-    L[0] = final; L[r, q] = transition @ (sum over q' of share(q, q') * L[r - 1, q']), where share
-    is the expected weight of the tokens that take the automaton from q to q'; without one it is
-    1 - lost, with lost[z] = sum_x (1 - w(x)) emission[x, z]: (K, h). Where D = 1 - L is kept,
-    D[r, q] = transition @ (lost + sum over q' of share(q, q') D[r - 1, q']).
+    L[0] = final; L[r, q] = transition @ (sum over q' of weight(q, q') * L[r - 1, q']), where
+    weight(q, q') is the expected weight of the tokens that move the automaton from q to q'. Without
+    an automaton it is 1 - loss. For the complement D = 1 - L,
+    D[r, q] = transition @ (loss + sum over q' of weight(q, q') D[r - 1, q']).
     """
-    onward = _onward(hmm, terms, lost)
-    finals = torch.ones(len(terms), 1) if terms.memory is None else terms.memory.finals
-    complement, remembers = complements(terms), terms.memory is not None
-    first = (1 - finals if complement else finals).to(lost)
-    values = lost.new_empty(horizon + 1, *first.shape, hmm.num_states)
+    successors = _successors(hmm, terms, loss)
+    final_weights = torch.ones(len(terms), 1) if terms.memory is None else terms.memory.finals
+    complement, has_automaton = stores_complement(terms), terms.memory is not None
+    first = (1 - final_weights if complement else final_weights).to(loss)
+    values = loss.new_empty(horizon + 1, *first.shape, hmm.num_states)
     log_scales = values.new_zeros(values.shape[:3], dtype=torch.float64)
     values[0] = first.unsqueeze(-1)
-    if remembers:
+    if has_automaton:
         _rescale_(values[0], log_scales[0])
-    for left in range(1, horizon + 1):
-        for state, (targets, shares) in enumerate(onward):
-            scales = log_scales[left - 1][:, targets]  # (K, D)
-            most = scales.max(1, keepdim=True).values
-            shrunk = shares if len(targets) == 1 else shares * _weights(scales - most, shares)
-            kept = (shrunk * values[left - 1][:, targets]).sum(1)
-            values[left, :, state] = kept + lost if complement else kept
-            log_scales[left, :, state] = most[:, 0]
-        values[left] = hmm.transition.expect(values[left]).clamp_(0.0, 1.0)
-        if remembers:
-            _rescale_(values[left], log_scales[left])
+    for remaining in range(1, horizon + 1):
+        for state, (targets, weights) in enumerate(successors):
+            scales = log_scales[remaining - 1][:, targets]  # (K, D)
+            largest = scales.max(1, keepdim=True).values
+            if len(targets) > 1:
+                weights = weights * (scales - largest).exp().to(weights).unsqueeze(-1)
+            expected = (weights * values[remaining - 1][:, targets]).sum(1)
+            values[remaining, :, state] = expected + loss if complement else expected
+            log_scales[remaining, :, state] = largest[:, 0]
+        values[remaining] = hmm.transition.expect(values[remaining]).clamp_(0.0, 1.0)
+        if has_automaton:
+            _rescale_(values[remaining], log_scales[remaining])
     return Tables(values, log_scales)
 
 
-def _weights(log_weights: Tensor, like: Tensor) -> Tensor:
-    return log_weights.exp().to(like).unsqueeze(-1)
-
-
 def _rescale_(values: Tensor, log_scales: Tensor) -> None:
-    """Make the largest number of every table 1: a rare text is rarer than any float32."""
-    most = values.amax(-1)
-    values.div_(torch.where(most > 0, most, 1.0).unsqueeze(-1))
-    log_scales.add_(most.double().log()).clamp_min_(NEVER)
+    """Make the largest value of every table 1: rare sequences underflow float32."""
+    largest = values.amax(-1)
+    values.div_(torch.where(largest > 0, largest, 1.0).unsqueeze(-1))
+    log_scales.add_(largest.double().log()).clamp_min_(LOG_ZERO)
 
 
-def _onward(hmm: HMM, terms: Terms, lost: Tensor) -> list[Onward]:
-    """Find where each state leads: tokens of one class together, and classes of one target."""
-    kept = 1 - lost
+def _successors(hmm: HMM, terms: Terms, loss: Tensor) -> list[Successors]:
+    """Return the successors of each automaton state; classes with one target are summed."""
+    kept = 1 - loss
     if terms.memory is None:
-        return [Onward(torch.zeros(1, dtype=torch.long), kept.unsqueeze(1))]
+        return [Successors(torch.zeros(1, dtype=torch.long), kept.unsqueeze(1))]
     automaton = terms.memory.automaton
-    classes = kept.new_zeros(len(terms), automaton.moves.shape[1], hmm.num_states)
-    weights = terms.weights(automaton.tokens).to(lost)  # (K, M)
-    for each in range(1, classes.shape[1]):
-        own = automaton.classes == each
-        tokens = automaton.tokens[own].to(hmm.device, torch.long)
-        classes[:, each] = hmm.emission.expect(weights[:, own].contiguous(), tokens)
-    classes[:, 0] = (kept - classes[:, 1:].sum(1)).clamp_min(0.0)
-    found = []
-    for moves in automaton.moves.long():
-        targets, owner = torch.unique(moves, return_inverse=True)
-        shares = classes.new_zeros(len(terms), len(targets), hmm.num_states)
-        found.append(Onward(targets, shares.index_add_(1, owner.to(classes.device), classes)))
-    return found
+    class_weights = kept.new_zeros(len(terms), automaton.moves.shape[1], hmm.num_states)
+    token_weights = terms.weights(automaton.tokens).to(loss)  # (K, M)
+    for token_class in range(1, class_weights.shape[1]):
+        mask = automaton.classes == token_class
+        tokens = automaton.tokens[mask].to(hmm.device, torch.long)
+        expected = hmm.emission.expect(token_weights[:, mask].contiguous(), tokens)
+        class_weights[:, token_class] = expected
+    class_weights[:, 0] = (kept - class_weights[:, 1:].sum(1)).clamp_min(0.0)
+    successors = []
+    for transitions in automaton.moves.long():
+        targets, target_index = torch.unique(transitions, return_inverse=True)
+        weights = class_weights.new_zeros(len(terms), len(targets), hmm.num_states)
+        weights.index_add_(1, target_index.to(weights.device), class_weights)
+        successors.append(Successors(targets, weights))
+    return successors

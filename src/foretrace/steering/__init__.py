@@ -1,9 +1,9 @@
-"""The steering of texts while they are written."""
+"""Goals, requests, and the steering of sequences while they are generated."""
 
-from foretrace.steering.batch import Steering
+from foretrace.steering.batch import BatchSteering
 from foretrace.steering.goal import Goal
-from foretrace.steering.prefix_tracker import Matching
+from foretrace.steering.prefix_tracker import PrefixTracker
 from foretrace.steering.request import Request
-from foretrace.steering.state import Row
+from foretrace.steering.state import SequenceState
 
-__all__ = ["Goal", "Matching", "Request", "Row", "Steering"]
+__all__ = ["BatchSteering", "Goal", "PrefixTracker", "Request", "SequenceState"]

@@ -1,7 +1,7 @@
-"""Steering a batch of texts while they are written: the only thing here that changes.
+"""The steering of a batch of sequences while they are generated.
 
-What it keeps is a cache: everything can be found again from the token ids. Tokens and states stay
-on the HMM's device, and nothing here waits for it.
+States are a cache: all of them can be computed again from the token ids. Token ids and states stay
+on the HMM's device, and no step waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +13,34 @@ from torch.nn.utils.rnn import pad_sequence
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.hmm.probability import transposed
-from foretrace.lookahead.eap import expected
+from foretrace.lookahead.eap import mean_eap
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.steering.constraints import exceptions
-from foretrace.steering.goal_group import Group, by_kind
-from foretrace.steering.neutral_end import Ends
+from foretrace.steering.constraints import ConstraintCorrection, constraint_corrections
+from foretrace.steering.goal_group import GoalGroup, group_by_kind
+from foretrace.steering.neutral_end import NeutralEnd
 from foretrace.steering.request import Request
-from foretrace.steering.state import Row
+from foretrace.steering.state import SequenceState
 
-# Probabilities at once; on a CPU, what fits its caches. The vocabulary is cut into blocks.
-MOST_ELEMENTS, MOST_ON_CPU, FEWEST_TOKENS = 1 << 25, 1 << 19, 1024
-READ_BACK = 128  # tokens that are read of a text when it is met: an HMM forgets those before
+# The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
+MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
+READ_BACK = 128  # tokens of a sequence that the filter reads; an HMM forgets earlier ones
 
 
-class Steering:
-    """Rows of texts: what they may become, given what they are."""
+class BatchSteering:
+    """Steer the rows of a batch. It holds no rows: engines keep a `SequenceState` for each.
+
+    A step is `read` or `advance` for the states, then `reweight_` for the logits.
+
+    Example:
+        >>> from foretrace.steering import BatchSteering, Request
+        >>> request = Request((ft.Goal(ft.Lookahead(hmm, attribute, 8)),), prompt=(5,), limit=20)
+        >>> steering = BatchSteering(hmm)
+        >>> states = steering.read_generated([request], [[]])
+        >>> logits = steering.reweight_(torch.zeros(1, hmm.vocab_size), states)
+        >>> (state,) = steering.advance(states, logits.argmax(-1))
+        >>> state.num_generated
+        1
+    """
 
     def __init__(
         self,
@@ -36,186 +49,268 @@ class Steering:
         *,
         absolute: bool = False,
     ) -> None:
-        """`observe` is told the EAP of texts that are steered, as they are: (n,) on the device.
+        """Create the steering of an HMM.
 
-        What is common to all next tokens makes no difference to their probabilities, and is left
-        out: it grows with the text, until float32 could not hold the LM's logits beside it. With
-        `absolute` it is added.
+        Args:
+            hmm: The HMM of all goals.
+            observe: Called at every step with the mean EAP over the next token, (n,) on the HMM's
+                device, of the goals that have no constraint.
+            absolute: Whether steered logits include the summand that all tokens of a row share. It
+                does not change probabilities. It grows with the sequence, until float32 cannot hold
+                it together with the language model's logits.
         """
         self.hmm, self.observe, self.absolute = hmm, observe, absolute
         self._ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long, device=hmm.device)
 
-    def advance(self, rows: Sequence[Row], tokens: Tensor) -> list[Row]:
-        """Take one more token of each row into account: (n,) ids; of those unknown, nothing."""
-        if not rows:
+    def advance(self, states: Sequence[SequenceState], tokens: Tensor) -> list[SequenceState]:
+        """Return the states after one more token each.
+
+        Args:
+            states: The states before.
+            tokens: The next token id of each, (n,), on the HMM's device. Tokens outside the HMM's
+                vocabulary leave its belief unchanged.
+
+        Returns:
+            The states after these tokens.
+        """
+        if not states:
             return []
-        before = torch.stack([row.predicted for row in rows])
-        known = (tokens < self.hmm.vocab_size).unsqueeze(-1)
+        before = torch.stack([state.predicted for state in states])
+        is_known = (tokens < self.hmm.vocab_size).unsqueeze(-1)
         stepped = inference.step(self.hmm, before, tokens.clamp_max(self.hmm.vocab_size - 1))
-        advanced = torch.where(known, stepped.predicted, before)
-        weighed = _log_weights([row.request for row in rows], tokens)
+        predicted = torch.where(is_known, stepped.predicted, before)
+        log_weights = _log_weights([state.request for state in states], tokens)
         return [
-            Row(row.request, row.written + 1, state, _added(row.past, own), _moved(row, token))
-            for row, state, own, token in zip(rows, advanced, weighed, tokens[:, None], strict=True)
+            SequenceState(
+                state.request,
+                state.num_generated + 1,
+                row_predicted,
+                tuple(past + new for past, new in zip(state.log_past, row_weights, strict=True)),
+                _next_automaton_states(state, token),
+            )
+            for state, row_predicted, row_weights, token in zip(
+                states, predicted, log_weights, tokens[:, None], strict=True
+            )
         ]
 
     def read(
-        self, requests: Sequence[Request], tokens: Tensor, prompts: Tensor, lengths: Tensor
-    ) -> list[Row]:
-        """Find the states of texts from nothing but their tokens.
+        self,
+        requests: Sequence[Request],
+        tokens: Tensor,
+        prompt_lengths: Tensor,
+        lengths: Tensor,
+    ) -> list[SequenceState]:
+        """Compute the states of sequences from their tokens.
 
-        (n, T) ids; of each row, the length of its prompt, and that with what is written: (n,) on
-        the host. What comes before the last end of text in a prompt is another text.
+        Tokens of a prompt up to its last end-of-text token belong to another text. The filter
+        ignores them.
+
+        Args:
+            requests: The request of each sequence.
+            tokens: Token ids of prompts and generated tokens, padded on the right, (n, T).
+            prompt_lengths: The number of prompt tokens of each, (n,), on the CPU.
+            lengths: The number of prompt and generated tokens of each, (n,), on the CPU.
+
+        Returns:
+            The states.
         """
         if not requests:
             return []
         device = self.hmm.device
         starts = (lengths - READ_BACK).clamp_min(0)
         width = int((lengths - starts).max())
-        place = starts[:, None] + torch.arange(width)  # on the host
-        in_text, in_prompt = place < lengths[:, None], place < prompts[:, None]
-        near = tokens.gather(1, place.clamp_max(tokens.shape[1] - 1).to(tokens.device)).to(device)
-        ended = torch.isin(near, self._ends) & in_prompt.to(device)
-        over = ended.flip(1).cumsum(1).flip(1) > 0  # here or later a text ends
-        mask = in_text.to(device) & ~over & (near < self.hmm.vocab_size)
-        near = near.clamp_max(self.hmm.vocab_size - 1)
+        positions = starts[:, None] + torch.arange(width)  # on the CPU
+        in_sequence, in_prompt = positions < lengths[:, None], positions < prompt_lengths[:, None]
+        index = positions.clamp_max(tokens.shape[1] - 1).to(tokens.device)
+        recent = tokens.gather(1, index).to(device)
+        is_prompt_end = torch.isin(recent, self._ends) & in_prompt.to(device)
+        in_earlier_text = is_prompt_end.flip(1).cumsum(1).flip(1) > 0
+        mask = in_sequence.to(device) & ~in_earlier_text & (recent < self.hmm.vocab_size)
+        recent = recent.clamp_max(self.hmm.vocab_size - 1)
         predicted = self.hmm.initial.expand(len(requests), -1)
-        for filtered in inference.scan(self.hmm, near, mask):
+        for filtered in inference.scan(self.hmm, recent, mask):
             predicted = filtered.predicted
-        past, states = self._past(requests, tokens, prompts, lengths)
-        counts = (lengths - prompts).tolist()
+        log_pasts, automaton_states = self._goal_states(requests, tokens, prompt_lengths, lengths)
+        counts = (lengths - prompt_lengths).tolist()
         return [
-            Row(request, *each)
-            for request, *each in zip(requests, counts, predicted, past, states, strict=True)
+            SequenceState(request, *fields)
+            for request, *fields in zip(
+                requests, counts, predicted, log_pasts, automaton_states, strict=True
+            )
         ]
 
-    def read_written(
-        self, requests: Sequence[Request], written: Sequence[Sequence[int]]
-    ) -> list[Row]:
-        """Find the states of texts that are known on the host: prompts, and what is written."""
-        texts = [
-            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
-            for request, tokens in zip(requests, written, strict=True)
-        ]
-        if not texts:
-            return []
-        prompts = torch.tensor([len(request.prompt) for request in requests])
-        lengths = torch.tensor([len(text) for text in texts])
-        return self.read(requests, pad_sequence(texts, batch_first=True), prompts, lengths)
+    def read_generated(
+        self, requests: Sequence[Request], generated: Sequence[Sequence[int]]
+    ) -> list[SequenceState]:
+        """Compute the states of sequences from prompts and lists of generated token ids.
 
-    def _past(
-        self, requests: Sequence[Request], tokens: Tensor, prompts: Tensor, lengths: Tensor
-    ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor | None, ...]]]:
-        """Sum the log-weights of what is written, and let automata read it, of each row's goals."""
-        past, states = [], []
-        bounds = zip(prompts.tolist(), lengths.tolist(), strict=True)
-        for request, row, (first, last) in zip(requests, tokens, bounds, strict=True):
-            written = row[first:last].to(self.hmm.device)
-            lookaheads = [goal.lookahead for goal in request.goals]
-            past.append(tuple(each.log_weights(written).sum(0) for each in lookaheads))
-            readings = [each.reading for each in lookaheads]
-            states.append(tuple(each and each.read(written) for each in readings))
-        return past, states
+        Args:
+            requests: The request of each sequence.
+            generated: The generated token ids of each, without the prompt.
 
-    def reweight_(self, logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
-        """Add the logarithms of the factors to the LM's logits, in place: (n, V or more).
-
-        What the HMM does not know, past its vocabulary, a steered row will not write. A row that is
-        None, or has no goals, is left as it is.
+        Returns:
+            The states.
         """
-        if len(logits) != len(rows) or logits.shape[1] < self.hmm.vocab_size:
+        sequences = [
+            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
+            for request, tokens in zip(requests, generated, strict=True)
+        ]
+        if not sequences:
+            return []
+        prompt_lengths = torch.tensor([len(request.prompt) for request in requests])
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        padded = pad_sequence(sequences, batch_first=True)
+        return self.read(requests, padded, prompt_lengths, lengths)
+
+    def _goal_states(
+        self,
+        requests: Sequence[Request],
+        tokens: Tensor,
+        prompt_lengths: Tensor,
+        lengths: Tensor,
+    ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor | None, ...]]]:
+        """Return the sums of log-weights and the automaton states of each row's goals."""
+        log_pasts, automaton_states = [], []
+        bounds = zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)
+        for request, row, (start, end) in zip(requests, tokens, bounds, strict=True):
+            generated = row[start:end].to(self.hmm.device)
+            lookaheads = [goal.lookahead for goal in request.goals]
+            log_pasts.append(tuple(each.log_weights(generated).sum(0) for each in lookaheads))
+            automata = [lookahead.automaton for lookahead in lookaheads]
+            automaton_states.append(
+                tuple(automaton and automaton.run(generated) for automaton in automata)
+            )
+        return log_pasts, automaton_states
+
+    def reweight_(self, logits: Tensor, states: Sequence[SequenceState | None]) -> Tensor:
+        """Add the log-factors of the rows' goals to the language model's logits, in place.
+
+        Tokens past the HMM's vocabulary are forbidden in steered rows.
+
+        Args:
+            logits: The language model's logits, (n, V or more).
+            states: The state of each row. Rows that are None or have no goals are not changed.
+
+        Returns:
+            The same logits.
+
+        Raises:
+            InvalidInputError: If the logits do not fit the rows or the HMM's vocabulary.
+        """
+        if len(logits) != len(states) or logits.shape[1] < self.hmm.vocab_size:
             raise InvalidInputError(
-                f"Logits have shape {tuple(logits.shape)}, but there are {len(rows)} rows, "
+                f"Logits have shape {tuple(logits.shape)}, but there are {len(states)} rows, "
                 f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
             )
-        steered = [(place, row) for place, row in enumerate(rows) if row and row.request.goals]
+        steered = [
+            (row, state) for row, state in enumerate(states) if state and state.request.goals
+        ]
         if not steered:
             return logits
-        states = torch.stack([row.predicted for _, row in steered], 1)  # (h, n)
-        groups = [Group(pursued, states) for pursued in by_kind([row for _, row in steered])]
-        if self.observe is not None:
-            for group in groups:
-                self._tell(group, self.observe)
-        # One product for all: the emission is read once.
-        stacked = torch.cat([states, *(group.weighted for group in groups)], 1)
-        places = torch.tensor([place for place, _ in steered], device=logits.device)
-        neutral = [place for place, row in steered if any(g.neutral_end for g in row.request.goals)]
-        ends = Ends(logits, neutral, self._ends) if neutral else None
-        most = MOST_ON_CPU if self.hmm.device.type == "cpu" else MOST_ELEMENTS
-        size = max(FEWEST_TOKENS, most // stacked.shape[1])
-        for block, product in self.hmm.emission.predict_blocks(stacked, size):
-            factors = transposed(self._log_factors(product, len(steered), groups, block)).to(logits)
-            if len(places) == len(logits):
-                logits[:, block].add_(factors)
-            else:  # several times as fast as to add where the places are
-                logits[:, block].index_copy_(0, places, factors.add_(logits[places, block]))
-        corrected = [(apart.places, apart.correct_(logits)) for apart in exceptions(steered)]
+        predicted = torch.stack([state.predicted for _, state in steered], 1)  # (h, n)
+        groups = [
+            GoalGroup(goals, predicted) for goals in group_by_kind([state for _, state in steered])
+        ]
+        self._observe(groups)
+        rows = torch.tensor([row for row, _ in steered], device=logits.device)
+        neutral = [
+            row for row, state in steered if any(goal.neutral_end for goal in state.request.goals)
+        ]
+        neutral_end = NeutralEnd(logits, neutral, self._ends) if neutral else None
+        self._add_log_factors_(logits, rows, predicted, groups)
+        corrections = constraint_corrections(steered)
+        bases = [correction.correct_(logits) for correction in corrections]
         if self.absolute:
-            common = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-            for group in groups:
-                own = places[group.index[group.plain].to(places.device)]
-                common.index_add_(0, own, group.common[group.plain].to(common))
-            for own_places, base in corrected:
-                common[own_places] += base.to(common)
-            logits += common[:, None].to(logits)
+            _add_common_(logits, rows, groups, corrections, bases)
         if logits.shape[1] > self.hmm.vocab_size:
-            logits[places, self.hmm.vocab_size :] = -torch.inf
-        if ends is not None:
-            ends.restore(logits)
+            logits[rows, self.hmm.vocab_size :] = -torch.inf
+        if neutral_end is not None:
+            neutral_end.restore_(logits)
         return logits
 
-    def _log_factors(
-        self, product: Tensor, rows: int, groups: Sequence[Group], block: slice
-    ) -> Tensor:
-        """Give the sum of log f(EAP) over each row's goals, of every token of a block: (b, n).
+    def _add_log_factors_(
+        self, logits: Tensor, rows: Tensor, predicted: Tensor, groups: Sequence[GoalGroup]
+    ) -> None:
+        """Add log f(EAP) of all goals to the logits of `rows`, block by block."""
+        # One product for all groups reads the emission once.
+        beliefs = torch.cat([predicted, *(group.weighted for group in groups)], 1)
+        elements = MAX_ELEMENTS_CPU if self.hmm.device.type == "cpu" else MAX_ELEMENTS
+        block_size = max(MIN_BLOCK_TOKENS, elements // beliefs.shape[1])
+        for block, product in self.hmm.emission.predict_blocks(beliefs, block_size):
+            log_factors = _summed_log_factors(product, len(rows), groups, block)
+            log_factors = transposed(log_factors).to(logits)
+            if len(rows) == len(logits):
+                logits[:, block].add_(log_factors)
+            else:  # several times as fast as index_add_
+                logits[:, block].index_copy_(0, rows, log_factors.add_(logits[rows, block]))
 
-        What is common to all tokens is left out.
-        """
-        widths = [group.weighted.shape[1] for group in groups]
-        probability, *joints = torch.split(product, [rows, *widths], 1)
-        total: Tensor | None = None
-        for group, joint in zip(groups, joints, strict=True):
-            own = probability if group.whole else probability[:, group.places]
-            factors = group.log_factors(joint, own, block)
-            if group.whole and total is None:
-                total = factors  # one kind for all: nothing to add up
-            else:
-                total = torch.zeros_like(probability) if total is None else total
-                total.index_add_(1, group.index, factors)
-        assert total is not None  # every row here has a goal
-        return total
+    def _observe(self, groups: Sequence[GoalGroup]) -> None:
+        """Report the mean EAP of goals without a constraint; constraints are met for certain."""
+        if self.observe is None:
+            return
+        for group in groups:
+            if group.unconstrained:
+                eap = mean_eap(group.kind, group.average, group.weights)
+                self.observe(eap[group.unconstrained])
 
-    def _tell(self, group: Group, observe: Callable[[Tensor], None]) -> None:
-        """Tell the EAP of texts; what must occur is certain, and not told."""
-        if group.plain:
-            observe(expected(group.kind, group.average, group.weighing)[group.plain])
+
+def _summed_log_factors(
+    product: Tensor, num_rows: int, groups: Sequence[GoalGroup], block: slice
+) -> Tensor:
+    """Sum log f(EAP), less its common summand, over each row's goals: (b, n)."""
+    widths = [group.weighted.shape[1] for group in groups]
+    probability, *joints = torch.split(product, [num_rows, *widths], 1)
+    total: Tensor | None = None
+    for group, joint in zip(groups, joints, strict=True):
+        row_probability = probability if group.covers_all_rows else probability[:, group.rows]
+        log_factors = group.log_factors(joint, row_probability, block)
+        if group.covers_all_rows and total is None:
+            total = log_factors  # no copy for one group
+        else:
+            total = torch.zeros_like(probability) if total is None else total
+            total.index_add_(1, group.row_index, log_factors)
+    assert total is not None  # every row here has a goal
+    return total
+
+
+def _add_common_(
+    logits: Tensor,
+    rows: Tensor,
+    groups: Sequence[GoalGroup],
+    corrections: Sequence[ConstraintCorrection],
+    bases: Sequence[Tensor],
+) -> None:
+    """Add the summands that all tokens of a row share."""
+    common = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    for group in groups:
+        group_rows = rows[group.row_index[group.unconstrained].to(rows.device)]
+        common.index_add_(0, group_rows, group.log_common[group.unconstrained].to(common))
+    for correction, base in zip(corrections, bases, strict=True):
+        common[correction.rows] += base.to(common)
+    logits += common[:, None].to(logits)
 
 
 def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tensor, ...]]:
-    """Give the log-weights of each row's token, for each of its goals: of each (K,)."""
-    places: dict[Lookahead, list[int]] = {}
-    for place, request in enumerate(requests):
+    """Return the log-weights of each row's token for each of its goals, (K,) each."""
+    rows_of: dict[Lookahead, list[int]] = {}
+    for row, request in enumerate(requests):
         for goal in request.goals:
-            places.setdefault(goal.lookahead, []).append(place)
-    found = {
-        (lookahead, place): own
-        for lookahead, rows in places.items()
-        for place, own in zip(rows, lookahead.log_weights(tokens[rows]), strict=True)
+            rows_of.setdefault(goal.lookahead, []).append(row)
+    log_weights = {
+        (lookahead, row): row_weights
+        for lookahead, rows in rows_of.items()
+        for row, row_weights in zip(rows, lookahead.log_weights(tokens[rows]), strict=True)
     }
     return [
-        tuple(found[goal.lookahead, place] for goal in request.goals)
-        for place, request in enumerate(requests)
+        tuple(log_weights[goal.lookahead, row] for goal in request.goals)
+        for row, request in enumerate(requests)
     ]
 
 
-def _moved(row: Row, token: Tensor) -> tuple[Tensor | None, ...]:
-    """Let the automata of a row's goals read its token: (1,)."""
-    readings = [goal.lookahead.reading for goal in row.request.goals]
+def _next_automaton_states(state: SequenceState, token: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the automaton states of a row's goals after a token: (1,)."""
+    automata = [goal.lookahead.automaton for goal in state.request.goals]
     return tuple(
-        None if reading is None or state is None else reading.after(state, token)
-        for reading, state in zip(readings, row.states, strict=True)
+        None if automaton is None or before is None else automaton.step(before, token)
+        for automaton, before in zip(automata, state.automaton_states, strict=True)
     )
-
-
-def _added(past: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(before + more for before, more in zip(past, own, strict=True))

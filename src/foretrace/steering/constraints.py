@@ -1,4 +1,8 @@
-"""Next tokens that lead an automaton elsewhere than all others: reckoned apart from them."""
+"""Correct the logits of tokens that take a non-default automaton transition.
+
+A `GoalGroup` computes factors as if every next token took the automaton's default transition, that
+of class 0. The factors of the few listed tokens of other classes are computed here.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,150 +13,178 @@ from torch import Tensor
 from foretrace.attribute.transform import log_common, log_transformed
 from foretrace.hmm import inference
 from foretrace.hmm.probability import blocks_of
+from foretrace.lookahead.device_automaton import DeviceAutomaton
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.tables import NEVER, never_in
-from foretrace.steering.goal_group import transform_of
-from foretrace.steering.state import Pursuit, Row, pursuits
+from foretrace.lookahead.tables import LOG_ZERO, log_zero_for
+from foretrace.steering.goal_group import transform_tensors
+from foretrace.steering.state import GoalState, SequenceState, goal_states
 
-MOST_ELEMENTS = 1 << 22  # numbers at once
-NOTHING = 1e4  # nats: what is so much less probable will not be written
-FORGOTTEN = -1e9  # the logarithm of a past that is impossible: what is added to it keeps its digits
+MAX_ELEMENTS = 1 << 22  # of a block's product
+NEGLIGIBLE = 1e4  # nats: targets that are so much less probable than the best are not chosen
+MIN_LOG_PAST = -1e9  # for a past of weight 0: numbers that are added to it keep their digits
 
 
 @dataclass
-class Exceptions:
-    """Rows whose goals have one lookahead, and with it one automaton."""
+class ConstraintCorrection:
+    """Goals of several rows with one lookahead, and so with one automaton."""
 
     lookahead: Lookahead
-    pursued: list[Pursuit] = field(default_factory=list)
+    automaton: DeviceAutomaton
+    states: list[GoalState] = field(default_factory=list)
 
     @property
-    def places(self) -> list[int]:
-        """Of the rows, among others."""
-        return [each.place for each in self.pursued]
+    def rows(self) -> list[int]:
+        """Return the row of each goal in the batch."""
+        return [state.row for state in self.states]
 
     def correct_(self, logits: Tensor) -> Tensor:
-        """Give these tokens factors of their own, in place of those that all others have: (n,).
+        """Replace the factors of the automaton's tokens, and return each row's base: (n,).
 
-        Sizes of expectations may differ beyond float32. They are told from that of all others on,
-        unless it is nothing beside the largest; what they are told from is given back.
+        Log-factors may differ beyond the float32 range. They are stored relative to a per-row
+        base: that of the default transition, unless it is negligible beside the largest.
         """
-        reckoning = _Reckoning(self.lookahead, self.pursued)
-        reading, states = reckoning.reading, reckoning.states
-        rows = torch.tensor(self.places, device=logits.device)[:, None]
-        late, too_late = self._too_late(states)
-        found = []
-        for block, own, others in reckoning.blocks():  # (n, m) each
-            tokens = reading.tokens[block].to(logits.device)
-            change = (own - others).masked_fill(too_late[:, block], -torch.inf)
-            found.append((tokens, logits[rows, tokens] + change.to(logits)))
-        shrunk = (reckoning.common - reckoning.base).masked_fill(late, -torch.inf)
-        self._shrink_(logits, shrunk.to(logits))
-        for tokens, steered in found:
+        factors = _TransitionFactors(self.lookahead, self.automaton, self.states)
+        automaton_states = factors.automaton_states
+        rows = torch.tensor(self.rows, device=logits.device)[:, None]
+        default_too_late, listed_too_late = self._too_late(automaton_states)
+        corrected = []
+        for block, actual, default in factors.blocks():  # (n, m) each
+            tokens = self.automaton.tokens[block].to(logits.device)
+            change = (actual - default).masked_fill(listed_too_late[:, block], -torch.inf)
+            corrected.append((tokens, logits[rows, tokens] + change.to(logits)))
+        offset = factors.log_common[:, 0] - factors.base
+        self._add_(logits, offset.masked_fill(default_too_late, -torch.inf).to(logits))
+        for tokens, steered in corrected:
             logits[rows, tokens] = steered
-        self._forbid_ends_(logits, rows, states)
-        return reckoning.base
+        self._forbid_ends_(logits, rows, automaton_states)
+        return factors.base
 
-    def _shrink_(self, logits: Tensor, by: Tensor) -> None:
-        """Make all tokens of rows less probable: (n,) is added; on CPUs, where it is not 0."""
+    def _add_(self, logits: Tensor, offsets: Tensor) -> None:
+        """Add an offset, (n,), to all tokens of each row; on CPUs, skip offsets of 0."""
         if logits.device.type == "cpu":
-            for place, much in zip(self.places, by.tolist(), strict=True):
-                if much:
-                    logits[place] += much
+            for row, offset in zip(self.rows, offsets.tolist(), strict=True):
+                if offset:
+                    logits[row] += offset
         else:
-            logits[self.places] += by[:, None]
+            logits[self.rows] += offsets[:, None]
 
-    def _too_late(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Tell after which tokens there is no room for a worthy end: all others (n,), these (n, M).
+    def _too_late(self, automaton_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return after which tokens the constraint cannot be satisfied any more.
 
-        This is certain; that the HMM thinks it improbable is not.
+        Unlisted tokens: (n,); listed tokens: (n, M). This is certain, while a small EAP is not.
         """
-        reading = self.lookahead.remembered
-        room = torch.tensor([each.left for each in self.pursued], device=states.device)
-        fewest = reading.fewest[reading.moves[states]]  # (n, C)
-        return fewest[:, 0] > room, fewest[:, reading.classes] > room[:, None]
+        remaining = torch.tensor(
+            [state.tokens_after_next for state in self.states], device=automaton_states.device
+        )
+        needed = self.automaton.min_tokens[self.automaton.transitions[automaton_states]]  # (n, C)
+        return needed[:, 0] > remaining, needed[:, self.automaton.classes] > remaining[:, None]
 
-    def _forbid_ends_(self, logits: Tensor, rows: Tensor, states: Tensor) -> None:
-        """Let no text end before it may, unless there is nothing else that it can do."""
-        known = [each.row.request.ends for each in self.pursued]
-        width = max(map(len, known))
+    def _forbid_ends_(self, logits: Tensor, rows: Tensor, automaton_states: Tensor) -> None:
+        """Forbid end-of-text tokens while the constraint is not satisfied.
+
+        Their logits stay finite: if every other token is -inf, a row can still end.
+        """
+        end_lists = [state.sequence.request.ends for state in self.states]
+        width = max(map(len, end_lists))
         if not width:
             return
-        padded = [[*own, *own[:1] * (width - len(own))] for own in known]
+        padded = [[*ends, *ends[:1] * (width - len(ends))] for ends in end_lists]
         ends = torch.tensor(padded, device=logits.device)
-        reading = self.lookahead.remembered
-        after = reading.after(states[:, None], ends.to(states.device))
-        unfinished = (reading.fewest[after] > 0).to(logits.device)
-        never = never_in(logits)
-        logits[rows, ends] = logits[rows, ends].masked_fill(unfinished, never).clamp_min_(never)
+        next_states = self.automaton.step(
+            automaton_states[:, None], ends.to(automaton_states.device)
+        )
+        unsatisfied = (self.automaton.min_tokens[next_states] > 0).to(logits.device)
+        log_zero = log_zero_for(logits)
+        end_logits = logits[rows, ends].masked_fill(unsatisfied, log_zero)
+        logits[rows, ends] = end_logits.clamp_min_(log_zero)
 
 
-class _Reckoning:
-    """EAP of an automaton's tokens, for the targets that they lead to, and as if for class 0's."""
+class _TransitionFactors:
+    """Factors of an automaton's listed tokens, for their transition and for the default one.
 
-    def __init__(self, lookahead: Lookahead, pursued: Sequence[Pursuit]) -> None:
-        self.lookahead, self.reading = lookahead, lookahead.remembered
-        self.states = torch.cat([each.state for each in pursued if each.state is not None])  # (n,)
-        targets = self.reading.targets[self.states]  # (n, D)
-        sought = [(each.left, own) for each, own in zip(pursued, targets, strict=True)]
-        chosen = [lookahead.ahead(*each) for each in sought]
-        scales = [lookahead.log_scale(*each) for each in sought]
-        predicted = torch.stack([each.row.predicted for each in pursued])  # (n, h)
-        weighted = torch.stack(chosen) * predicted[:, None, None]  # (n, K, D, h)
+    Shapes: n rows, K terms, D distinct targets of a state, m tokens of a block.
+    """
+
+    def __init__(
+        self, lookahead: Lookahead, automaton: DeviceAutomaton, states: Sequence[GoalState]
+    ) -> None:
+        self.lookahead, self.automaton = lookahead, automaton
+        self.automaton_states = torch.cat(
+            [state.automaton_state for state in states if state.automaton_state is not None]
+        )  # (n,)
+        targets = automaton.targets[self.automaton_states]  # (n, D)
+        queries = [
+            (state.tokens_after_next, row_targets)
+            for state, row_targets in zip(states, targets, strict=True)
+        ]
+        tables = torch.stack([lookahead.table_for(*query) for query in queries])
+        table_scales = torch.stack([lookahead.log_scale_for(*query) for query in queries])
+        predicted = torch.stack([state.sequence.predicted for state in states])  # (n, h)
+        weighted = tables * predicted[:, None, None]  # (n, K, D, h)
         self.average = weighted.sum(-1)  # (n, K, D)
         self.beliefs = torch.cat([predicted, weighted.flatten(0, 2)]).T  # (h, n (1 + K D))
-        past = torch.stack([each.past for each in pursued]).clamp_min(FORGOTTEN).unsqueeze(-1)
-        sizes = (past + torch.stack(scales)).clamp_min(NEVER)  # (n, K, D) float64
-        self.size = sizes.amax(1)  # (n, D)
-        coefficients = lookahead.coefficients[:, None]
-        self.shares = (coefficients * (sizes - self.size[:, None]).exp()).to(predicted)
-        # (n, 1) each: to all targets of a row
-        found = transform_of([each.goal for each in pursued], self.size)
-        self.transform = None if found is None else [part.unsqueeze(-1) for part in found]
-        self.sums = self.size  # (n, D): what is common to all tokens of a target
+        log_past = torch.stack([state.log_past for state in states]).clamp_min(MIN_LOG_PAST)
+        term_scales = (log_past.unsqueeze(-1) + table_scales).clamp_min(LOG_ZERO)  # (n, K, D)
+        self.log_scale = term_scales.amax(1)  # (n, D) float64
+        relative = (term_scales - self.log_scale[:, None]).exp()
+        self.scaled_coefficients = (lookahead.coefficients[:, None] * relative).to(predicted)
+        transform = transform_tensors([state.goal for state in states], self.log_scale)
+        self.transform = None if transform is None else [part.unsqueeze(-1) for part in transform]
+        # (n, D): the summand of log f(EAP) that all tokens with one target share
+        self.log_common = self.log_scale
         if self.transform is not None:
-            self.sums = log_common(self.size, *self.transform)
-        self.common = self.sums[:, 0]
-        self.base = torch.maximum(self.common, self.sums.amax(1) - NOTHING)
+            self.log_common = log_common(self.log_scale, *self.transform)
+        largest = self.log_common.amax(1)
+        self.base = torch.maximum(self.log_common[:, 0], largest - NEGLIGIBLE)  # (n,)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Give log f(EAP), less what is common, some tokens at a time: their own, and others'."""
-        count, column = len(self.states), self.reading.column[self.states]  # (n, C)
-        width = max(1, MOST_ELEMENTS // self.beliefs.shape[1])
-        for block in blocks_of(len(self.reading.tokens), width):
-            product = self.reading.emission.rows(block).predict(self.beliefs)  # (m, n (1 + K D))
+        """Yield blocks of listed tokens with their log-factors, (n, m) each.
+
+        The first is for the token's transition, relative to `base`. The second is for the default
+        transition, relative to its `log_common`.
+        """
+        count = len(self.automaton_states)
+        target_index = self.automaton.target_index[self.automaton_states]  # (n, C)
+        width = max(1, MAX_ELEMENTS // self.beliefs.shape[1])
+        for block in blocks_of(len(self.automaton.tokens), width):
+            product = self.automaton.emission.rows(block).predict(self.beliefs)  # (m, n (1 + K D))
             joint = product[:, count:].reshape(-1, *self.average.shape)  # (m, n, K, D)
-            given = joint.permute(1, 2, 3, 0), product[:, :count].T, block  # tokens last
-            own = column[:, self.reading.classes[block]]  # (n, m)
-            changed = self.sums.gather(1, own) - self.base[:, None]
-            factors, others = (self._log_factors(*given, each) for each in (own, 0 * own))
-            yield block, factors + changed.to(factors), others
+            joint, probability = joint.permute(1, 2, 3, 0), product[:, :count].T  # tokens last
+            column = target_index[:, self.automaton.classes[block]]  # (n, m)
+            actual = self._log_factors(joint, probability, block, column)
+            default = self._log_factors(joint, probability, block, torch.zeros_like(column))
+            offset = self.log_common.gather(1, column) - self.base[:, None]
+            yield block, actual + offset.to(actual), default
 
     def _log_factors(
         self, joint: Tensor, probability: Tensor, block: slice, column: Tensor
     ) -> Tensor:
-        """Give log f(EAP) of tokens, each for the target in its column, less what is common to it.
+        """Compute log f(EAP) of tokens for the targets in `column`, less their `log_common`.
 
         (n, K, D, m), (n, m), a block of m tokens, (n, m) -> (n, m).
         """
-        least = inference.IMPOSSIBLE
-        place = column.unsqueeze(1).expand(-1, joint.shape[1], -1)  # (n, K, m)
-        ratio = joint.gather(2, place.unsqueeze(2))[:, :, 0]
-        ratio = ratio.add_(self.average.gather(2, place), alpha=least)
-        ratio.div_((probability + least).unsqueeze(1))
-        ratio.mul_(self.lookahead.own[:, self.reading.tokens[block]])
-        share = ratio.mul_(self.shares.gather(2, place)).sum(1).clamp_min_(least)
-        size = self.size.gather(1, column).to(share)
+        epsilon = inference.IMPOSSIBLE
+        index = column.unsqueeze(1).expand(-1, joint.shape[1], -1)  # (n, K, m)
+        ratio = joint.gather(2, index.unsqueeze(2))[:, :, 0]
+        ratio = ratio.add_(self.average.gather(2, index), alpha=epsilon)
+        ratio.div_((probability + epsilon).unsqueeze(1))
+        ratio.mul_(self.lookahead.token_weights[:, self.automaton.tokens[block]])
+        values = ratio.mul_(self.scaled_coefficients.gather(2, index)).sum(1).clamp_min_(epsilon)
+        log_scale = self.log_scale.gather(1, column).to(values)
         if self.transform is None:
-            return share.log_().minimum(-size)
-        return log_transformed(share, size, *(part.to(share) for part in self.transform))[0]
+            return values.log_().minimum(-log_scale)
+        return log_transformed(values, log_scale, *(part.to(values) for part in self.transform))[0]
 
 
-def exceptions(rows: Sequence[tuple[int, Row]]) -> list[Exceptions]:
-    """Find the goals of rows that have automata; what is not transformed stays apart."""
-    found: dict[tuple[int, bool], Exceptions] = {}
-    for each in pursuits(rows):
-        if each.state is not None:
-            key = (id(each.goal.lookahead), each.goal.transform.identity)
-            found.setdefault(key, Exceptions(each.goal.lookahead)).pursued.append(each)
-    return list(found.values())
+def constraint_corrections(
+    sequences: Sequence[tuple[int, SequenceState]],
+) -> list[ConstraintCorrection]:
+    """Group the goals that have an automaton by lookahead; those without a transform apart."""
+    corrections: dict[tuple[int, bool], ConstraintCorrection] = {}
+    for state in goal_states(sequences):
+        lookahead = state.goal.lookahead
+        if lookahead.automaton is not None:
+            key = (id(lookahead), state.goal.transform.identity)
+            correction = ConstraintCorrection(lookahead, lookahead.automaton)
+            corrections.setdefault(key, correction).states.append(state)
+    return list(corrections.values())

@@ -1,4 +1,4 @@
-"""What a row is steered toward, and how strongly."""
+"""An attribute to steer toward, and how strongly."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,26 @@ from foretrace.lookahead.lookahead import Lookahead
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """An attribute to steer toward; its EAP goes through sigma(strength * logit + shift).
+    """An attribute to steer toward. Its EAP p becomes sigma(strength * logit(p) + shift).
 
     Strength 1 and shift 0 leave the EAP as it is: exact conditioning on the attribute.
 
-    To end a text is a way to lack nothing, and goals of great strength drive texts to it. With
-    `neutral_end`, a text ends with the probability that the LM gives to its end: no escape.
+    A strict goal can be met by stopping early, and strong goals make sequences end soon. With
+    `neutral_end`, end-of-text tokens keep the probability that the language model gives them.
+
+    Args:
+        lookahead: The lookahead of the attribute.
+        strength: The factor of the logit; more than 0.
+        shift: The number that is added to the logit.
+        neutral_end: Whether end-of-text tokens keep their probability.
+
+    Raises:
+        InvalidInputError: If the strength is not above 0, or if it or the shift is not finite.
+
+    Example:
+        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0, shift=-3.0)
+        >>> goal.transform
+        LogitAffine(scale=5.0, shift=-3.0)
     """
 
     lookahead: Lookahead
@@ -21,6 +35,7 @@ class Goal:
     shift: float = 0.0
     neutral_end: bool = False
     transform: LogitAffine = field(init=False, repr=False)
+    """The transform of the EAP."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", LogitAffine(self.strength, self.shift))

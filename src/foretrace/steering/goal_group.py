@@ -1,4 +1,4 @@
-"""Goals of one kind: their rows share a step, whatever their attributes."""
+"""Goals of one kind, whose factors are computed together whatever their attributes."""
 
 from collections.abc import Sequence
 
@@ -6,81 +6,93 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute.transform import log_common, log_transformed
-from foretrace.lookahead.eap import Future, Kind, Weighing, expect
+from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
 from foretrace.steering.goal import Goal
-from foretrace.steering.state import Pursuit, Row, pursuits
+from foretrace.steering.state import GoalState, SequenceState, goal_states
 
 
-def by_kind(rows: Sequence[Row]) -> list[list[Pursuit]]:
-    """Group what rows pursue; what is not transformed stays apart, to the last digit."""
-    groups: dict[tuple[Kind, bool], list[Pursuit]] = {}
-    for each in pursuits(enumerate(rows)):
-        key = (each.goal.lookahead.kind, each.goal.transform.identity)
-        groups.setdefault(key, []).append(each)
+def group_by_kind(sequences: Sequence[SequenceState]) -> list[list[GoalState]]:
+    """Group the goals of sequences by kind.
+
+    Goals without a transform form their own groups: their factors are exact to the last digit.
+    """
+    groups: dict[tuple[EapKind, bool], list[GoalState]] = {}
+    for state in goal_states(enumerate(sequences)):
+        key = (state.goal.lookahead.kind, state.goal.transform.identity)
+        groups.setdefault(key, []).append(state)
     return list(groups.values())
 
 
-class Group:
-    """Goals of one kind, of some of the rows: what stays the same from block to block."""
+class GoalGroup:
+    """Goals of one kind: the values that all blocks of the vocabulary share."""
 
-    def __init__(self, pursued: Sequence[Pursuit], states: Tensor) -> None:
-        self.kind = pursued[0].goal.lookahead.kind
-        self.places = [each.place for each in pursued]
-        self.plain = [at for at, each in enumerate(pursued) if each.state is None]
-        self.whole = self.places == list(range(states.shape[1]))
-        self.index = torch.tensor(self.places, device=states.device)
-        ahead, past = zip(*map(_ahead, pursued), strict=True)
-        tables = torch.stack([each.T for each in ahead], -1)
-        weighted = tables * states[:, None, self.places]  # (h, K, n)
+    def __init__(self, states: Sequence[GoalState], predicted: Tensor) -> None:
+        """Take the goals' states, and the predicted HMM states of all steered rows: (h, n)."""
+        self.kind = states[0].goal.lookahead.kind
+        self.rows = [state.row for state in states]
+        self.unconstrained = [
+            column for column, state in enumerate(states) if state.automaton_state is None
+        ]
+        self.covers_all_rows = self.rows == list(range(predicted.shape[1]))
+        self.row_index = torch.tensor(self.rows, device=predicted.device)
+        tables, log_pasts = zip(*map(_table_and_log_past, states), strict=True)
+        stacked = torch.stack([table.T for table in tables], -1)
+        weighted = stacked * predicted[:, None, self.rows]  # (h, K, n)
         self.average = weighted.sum(0)
         self.weighted = weighted.flatten(1)
-        goals = [each.goal for each in pursued]
-        self.weighing = _weighing(goals, torch.stack(past, 1))
-        self.transform = transform_of(goals, self.average)
+        goals = [state.goal for state in states]
+        self.weights = _term_weights(goals, torch.stack(log_pasts, 1))
+        self.transform = transform_tensors(goals, self.average)
 
     def log_factors(self, joint: Tensor, probability: Tensor, block: slice) -> Tensor:
-        """Give log f(EAP) of every token of a block, less what is common to all: (b, n)."""
-        shaped = joint.reshape(len(joint), self.kind.terms, len(self.places))
-        future = Future(shaped, probability, self.average)
-        eap = expect(self.kind, future, self.weighing, block)
+        """Compute log f(EAP) of every token of a block, less `log_common`: (b, n)."""
+        joint = joint.reshape(len(joint), self.kind.num_terms, len(self.rows))
+        next_token = NextTokenJoint(joint, probability, self.average)
+        eap = compute_eap(self.kind, next_token, self.weights, block)
         if self.transform is None:
-            return eap.share.log_().minimum(-eap.log_size)
-        return log_transformed(eap.share, eap.log_size, *self.transform)[0]
+            return eap.values.log_().minimum(-eap.log_scale)
+        return log_transformed(eap.values, eap.log_scale, *self.transform)[0]
 
     @property
-    def common(self) -> Tensor:
-        """What is common to all tokens: (n,)."""
-        size = self.weighing.log_size.to(self.average)
-        return size if self.transform is None else log_common(size, *self.transform)
+    def log_common(self) -> Tensor:
+        """Return the summand of log f(EAP) that all tokens share: (n,)."""
+        log_scale = self.weights.log_scale.to(self.average)
+        return log_scale if self.transform is None else log_common(log_scale, *self.transform)
 
 
-def transform_of(goals: Sequence[Goal], like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Give every goal's scale and shift, (n,) each; None where nothing is transformed."""
+def transform_tensors(goals: Sequence[Goal], like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return every goal's scale and shift, (n,) each; None if the goals have no transform."""
     if goals[0].transform.identity:
         return None
     scale, shift = torch.tensor([(goal.strength, goal.shift) for goal in goals]).to(like).T
     return scale, shift
 
 
-def _ahead(pursued: Pursuit) -> tuple[Tensor, Tensor]:
-    """Give a goal's table for what remains, (K, h), and its past, (K,).
+def _table_and_log_past(state: GoalState) -> tuple[Tensor, Tensor]:
+    """Return a goal's table for the remaining tokens, (K, h), and its log-past, (K,).
 
-    If it has an automaton, as most next tokens would move that; what must occur may do so at any
-    time, so that all that remains is looked at.
+    With an automaton, the table is that of the default transition. The request's horizon does not
+    apply to it: a constraint may be satisfied at any time before the end.
     """
-    lookahead, row = pursued.goal.lookahead, pursued.row
-    if pursued.state is None:
-        return lookahead.ahead(row.request.remaining(row.written)), pursued.past
-    target = lookahead.remembered.targets[pursued.state, 0]  # (1,)
-    scale = lookahead.log_scale(pursued.left, target)[:, 0]
-    return lookahead.ahead(pursued.left, target)[:, 0], pursued.past + scale
+    lookahead, sequence = state.goal.lookahead, state.sequence
+    if lookahead.automaton is None:
+        remaining = sequence.request.tokens_ahead(sequence.num_generated)
+        return lookahead.table_for(remaining), state.log_past
+    target = lookahead.automaton.targets[state.automaton_state, 0]  # (1,)
+    remaining = state.tokens_after_next
+    log_scale = lookahead.log_scale_for(remaining, target)[:, 0]
+    return lookahead.table_for(remaining, target)[:, 0], state.log_past + log_scale
 
 
-def _weighing(goals: Sequence[Goal], past: Tensor) -> Weighing:
-    """Give what goals' attributes say of tokens: (K, n) sums of log-weights of what is written."""
-    own = {id(goal.lookahead.own): goal.lookahead.own for goal in goals}
-    order = {name: place for place, name in enumerate(own)}
-    which = [order[id(goal.lookahead.own)] for goal in goals]
+def _term_weights(goals: Sequence[Goal], log_past: Tensor) -> TermWeights:
+    """Collect the goals' coefficients and token weights; `log_past` is (K, n)."""
+    distinct = {id(goal.lookahead): goal.lookahead for goal in goals}
+    position = {key: index for index, key in enumerate(distinct)}
     coefficients = torch.stack([goal.lookahead.coefficients for goal in goals], 1)
-    chosen = torch.tensor(which, device=coefficients.device)
-    return Weighing(coefficients, past, list(own.values()), chosen)
+    index = [position[id(goal.lookahead)] for goal in goals]
+    return TermWeights(
+        coefficients,
+        log_past,
+        [lookahead.token_weights for lookahead in distinct.values()],
+        torch.tensor(index, device=coefficients.device),
+    )

@@ -1,29 +1,30 @@
-"""Ends of texts that steering leaves as probable as they were."""
+"""End-of-text tokens whose probability steering leaves unchanged."""
 
 import torch
 from torch import Tensor
 
-from foretrace.lookahead.tables import never_in
+from foretrace.lookahead.tables import log_zero_for
 
 
-class Ends:
-    """Ends of texts whose probability steering must not change: what it was."""
+class NeutralEnd:
+    """The logits of end-of-text tokens before steering, to restore their probability after it."""
 
     def __init__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
         self.rows = torch.tensor(rows, device=logits.device)[:, None]
         self.tokens = tokens.to(logits.device)
-        self.own = logits[self.rows, self.tokens]
-        self.others = self._others(logits)
+        self.end_logits = logits[self.rows, self.tokens]
+        self.log_others = self._log_others(logits)
 
-    def _others(self, logits: Tensor) -> Tensor:
-        """Give the log-probability of all other tokens together, up to a constant: (n, 1)."""
+    def _log_others(self, logits: Tensor) -> Tensor:
+        """Return the logsumexp of the logits of all other tokens: (n, 1)."""
         rows = logits[self.rows[:, 0]]
         rows[:, self.tokens] = -torch.inf
         return rows.logsumexp(-1, keepdim=True)
 
-    def restore(self, logits: Tensor) -> None:
-        """Let ends stand to all others as they stood before; what is impossible stays so."""
-        change = self._others(logits) - self.others
+    def restore_(self, logits: Tensor) -> None:
+        """Restore the probabilities of end-of-text tokens; forbidden ones stay forbidden."""
+        change = self._log_others(logits) - self.log_others
         steered = logits[self.rows, self.tokens]
-        own = self.own + change.nan_to_num(0.0, 0.0, 0.0)
-        logits[self.rows, self.tokens] = torch.where(steered <= never_in(logits), steered, own)
+        neutral = self.end_logits + change.nan_to_num(0.0, 0.0, 0.0)
+        forbidden = steered <= log_zero_for(logits)
+        logits[self.rows, self.tokens] = torch.where(forbidden, steered, neutral)

@@ -1,4 +1,4 @@
-"""Which row is which, for engines that show whole texts at every step."""
+"""Steering for engines that pass whole sequences at every step."""
 
 from collections.abc import Sequence
 
@@ -6,47 +6,80 @@ import torch
 from torch import Tensor
 
 from foretrace.hmm import HMM
-from foretrace.steering.batch import Steering
+from foretrace.steering.batch import BatchSteering
 from foretrace.steering.request import Request
-from foretrace.steering.state import Row
+from foretrace.steering.state import SequenceState
 
 
-class Matching:
-    """Steering where whole texts are shown at every step: rows come, go, and change places.
+class PrefixTracker:
+    """Steer a batch whose rows are given as whole sequences at every step.
 
-    A row whose text is not that of the step before with one token more is matched to another
-    row's, or read anew.
+    Rows may come, go and change places, as in beam search. A sequence that extends one of the step
+    before by one token advances the state of that one. All others are read from their tokens.
+
+    Attributes:
+        steering: The steering of the batch.
+        states: The states of the rows of the last step; None for rows without goals.
+
+    Example:
+        >>> from foretrace.steering import PrefixTracker, Request
+        >>> request = Request((ft.Goal(ft.Lookahead(hmm, attribute, 8)),), prompt=(5,), limit=20)
+        >>> tracker = PrefixTracker(hmm)
+        >>> tracker.step([request, request], [[7], [9]])
+        >>> tracker.reweight(torch.zeros(2, hmm.vocab_size)).shape == (2, hmm.vocab_size)
+        True
     """
 
     def __init__(self, hmm: HMM, *, absolute: bool = False) -> None:
-        self.steering = Steering(hmm, absolute=absolute)
-        self.rows: list[Row | None] = []
-        self._known: dict[tuple[int, tuple[int, ...]], Row] = {}
+        """Create a tracker without rows.
 
-    def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
-        """Take in what each row is now."""
+        Args:
+            hmm: The HMM of all goals.
+            absolute: As for `BatchSteering`.
+        """
+        self.steering = BatchSteering(hmm, absolute=absolute)
+        self.states: list[SequenceState | None] = []
+        self._cache: dict[tuple[int, tuple[int, ...]], SequenceState] = {}
+
+    def step(self, requests: Sequence[Request], generated: Sequence[Sequence[int]]) -> None:
+        """Set the rows of this step.
+
+        Args:
+            requests: The request of each row. Pass the same objects at every step.
+            generated: The generated token ids of each row, without the prompt.
+        """
         keys = [
             (id(request), tuple(tokens)) if request.goals else None
-            for request, tokens in zip(requests, written, strict=True)
+            for request, tokens in zip(requests, generated, strict=True)
         ]
-        moved, new = {}, {}
+        extended, new = {}, {}
         for key, request in zip(keys, requests, strict=True):
-            if key is None or key in self._known:
+            if key is None or key in self._cache:
                 continue
-            owner, text = key
-            before = self._known.get((owner, text[:-1])) if text else None
-            if before is not None:
-                moved[key] = before
+            request_id, tokens = key
+            previous = self._cache.get((request_id, tokens[:-1])) if tokens else None
+            if previous is not None:
+                extended[key] = previous
             else:
                 new[key] = request
         device = self.steering.hmm.device
-        tokens = torch.tensor([text[-1] for _, text in moved], dtype=torch.long, device=device)
-        advanced = self.steering.advance(list(moved.values()), tokens)
-        read = self.steering.read_written(list(new.values()), [text for _, text in new])
-        found = {**self._known, **dict(zip([*moved, *new], [*advanced, *read], strict=True))}
-        self.rows = [None if key is None else found[key] for key in keys]
-        self._known = {key: found[key] for key in keys if key is not None}
+        last = torch.tensor([tokens[-1] for _, tokens in extended], dtype=torch.long, device=device)
+        advanced = self.steering.advance(list(extended.values()), last)
+        read = self.steering.read_generated(list(new.values()), [tokens for _, tokens in new])
+        known = {**self._cache, **dict(zip([*extended, *new], [*advanced, *read], strict=True))}
+        self.states = [None if key is None else known[key] for key in keys]
+        self._cache = {key: known[key] for key in keys if key is not None}
 
     def reweight(self, logits: Tensor) -> Tensor:
-        """Steer the rows of the last step: (n, V or more) logits -> the same."""
-        return self.steering.reweight_(logits.clone(), self.rows)
+        """Steer the rows of the last step.
+
+        Args:
+            logits: The language model's logits, (n, V or more). They are not changed.
+
+        Returns:
+            The steered logits, of the same shape.
+
+        Raises:
+            InvalidInputError: If the logits do not fit the rows or the HMM's vocabulary.
+        """
+        return self.steering.reweight_(logits.clone(), self.states)

@@ -1,4 +1,4 @@
-"""What is asked for a text."""
+"""The goals and limits of one sequence to generate."""
 
 from dataclasses import dataclass
 
@@ -8,34 +8,78 @@ from foretrace.steering.goal import Goal
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is asked for a row; the same object at every step."""
+    """The goals and limits of one sequence; the same object at every step.
+
+    Args:
+        goals: The goals. Their factors multiply; a request without goals is not steered.
+        prompt: The token ids of the prompt.
+        limit: The largest number of tokens to generate.
+        horizon: The largest number of tokens to look ahead, if less than the goals' horizons.
+        ends: Tokens that end the sequence. The HMM's end-of-text tokens are added.
+
+    Raises:
+        InvalidInputError: If a constraint does not fit into `limit` tokens, or if more than one
+            goal has a constraint.
+
+    Example:
+        >>> from foretrace.steering import Request
+        >>> request = Request((ft.Goal(ft.Lookahead(hmm, attribute, 8)),), prompt=(5,), limit=20)
+        >>> request.ends == hmm.config.eos_token_ids
+        True
+        >>> request.tokens_after_next(num_generated=3)
+        16
+    """
 
     goals: tuple[Goal, ...]
-    """Their factors multiply; a row without goals is left as it is."""
     prompt: tuple[int, ...]
     limit: int
-    """Tokens to write at most: what remains of them is looked ahead at, up to the horizon."""
     horizon: int | None = None
-    """Look no further ahead than this."""
     ends: tuple[int, ...] = ()
-    """Tokens that end the text; those of the HMM always do."""
 
     def __post_init__(self) -> None:
-        own = [end for goal in self.goals for end in goal.lookahead.hmm.config.eos_token_ids]
-        object.__setattr__(self, "ends", tuple(dict.fromkeys((*self.ends, *own))))
+        hmm_ends = [end for goal in self.goals for end in goal.lookahead.hmm.config.eos_token_ids]
+        object.__setattr__(self, "ends", tuple(dict.fromkeys((*self.ends, *hmm_ends))))
         for goal in self.goals:
-            goal.lookahead.require_room(self.limit)
-        if sum(goal.lookahead.reading is not None for goal in self.goals) > 1:
-            raise InvalidInputError(
-                "Two goals say what must occur or must not. Join them by & to one: apart, they "
-                "might leave no token that suits both."
-            )
+            goal.lookahead.require_feasible(self.limit)
+        require_single_constraint(sum(goal.lookahead.automaton is not None for goal in self.goals))
 
-    def left(self, written: int) -> int:
-        """How many tokens may follow the next one."""
-        return max(0, self.limit - written - 1)
+    def tokens_after_next(self, num_generated: int) -> int:
+        """Return how many tokens may follow the next one.
 
-    def remaining(self, written: int) -> int:
-        """How many of them are looked at."""
-        left = self.left(written)
-        return left if self.horizon is None else min(left, self.horizon)
+        Args:
+            num_generated: The number of tokens generated so far.
+
+        Returns:
+            A number of tokens, 0 or more.
+        """
+        return max(0, self.limit - num_generated - 1)
+
+    def tokens_ahead(self, num_generated: int) -> int:
+        """Return how many tokens after the next one the request looks ahead.
+
+        Args:
+            num_generated: The number of tokens generated so far.
+
+        Returns:
+            A number of tokens, 0 or more.
+        """
+        after_next = self.tokens_after_next(num_generated)
+        return after_next if self.horizon is None else min(after_next, self.horizon)
+
+
+def require_single_constraint(count: int) -> None:
+    """Check that at most one goal of a request has a constraint: an automaton.
+
+    Args:
+        count: The number of goals that have one.
+
+    Raises:
+        InvalidInputError: If there is more than one. Each constraint forbids tokens that cannot
+            satisfy it any more; two of them may forbid every token.
+    """
+    if count > 1:
+        raise InvalidInputError(
+            f"{count} goals say which texts must or must not occur, but only one goal of a request "
+            f'may. Join them by &, as in nontoxic & mentions("refund"): apart, they might leave no '
+            f"token that satisfies all of them."
+        )

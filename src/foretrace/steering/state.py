@@ -1,4 +1,4 @@
-"""What is known of a text while it is written."""
+"""The state of sequences while they are generated."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,35 +11,35 @@ from foretrace.steering.request import Request
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """A text and its state."""
+class SequenceState:
+    """The state of one sequence: all that the next steering step depends on."""
 
     request: Request
-    written: int
-    """How many tokens."""
-    predicted: Tensor  # (h,): p(z of the next token | prompt and written)
-    past: tuple[Tensor, ...]  # of each goal: (K,) sums of log-weights, float64
-    states: tuple[Tensor | None, ...]  # of each goal that has an automaton: (1,), where that is
+    num_generated: int
+    predicted: Tensor  # (h,): p(HMM state of the next token | prompt and generated tokens)
+    log_past: tuple[Tensor, ...]  # for each goal: (K,) sums of log-weights, float64
+    automaton_states: tuple[Tensor | None, ...]  # for each goal with an automaton: (1,)
 
 
-class Pursuit(NamedTuple):
-    """A goal of a row, and what is known of it."""
+class GoalState(NamedTuple):
+    """One goal of a sequence, and its state."""
 
-    place: int
-    """Of the row, among others."""
-    row: Row
+    row: int
+    """The index of the sequence in its batch."""
+    sequence: SequenceState
     goal: Goal
-    past: Tensor  # (K,)
-    state: Tensor | None  # (1,), if the goal has an automaton
+    log_past: Tensor  # (K,)
+    automaton_state: Tensor | None  # (1,), if the goal has an automaton
 
     @property
-    def left(self) -> int:
-        """How many tokens may follow the next one."""
-        return self.row.request.left(self.row.written)
+    def tokens_after_next(self) -> int:
+        """Return how many tokens may follow the next one."""
+        return self.sequence.request.tokens_after_next(self.sequence.num_generated)
 
 
-def pursuits(rows: Iterable[tuple[int, Row]]) -> Iterator[Pursuit]:
-    """List what rows pursue, goal by goal."""
-    for place, row in rows:
-        for each in zip(row.request.goals, row.past, row.states, strict=True):
-            yield Pursuit(place, row, *each)
+def goal_states(sequences: Iterable[tuple[int, SequenceState]]) -> Iterator[GoalState]:
+    """List the goals of sequences and their states."""
+    for row, sequence in sequences:
+        goals, automaton_states = sequence.request.goals, sequence.automaton_states
+        for goal, past, state in zip(goals, sequence.log_past, automaton_states, strict=True):
+            yield GoalState(row, sequence, goal, past, state)
