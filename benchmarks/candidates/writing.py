@@ -54,9 +54,9 @@ class CandidateSampler(Sampler):
             left = self.max_new_tokens - (ids.shape[1] - start) - 1
             log_eap = reference.log_eap(self.look(beliefs, logits), left)
             logit = log_eap - torch.log(-torch.expm1(log_eap))
-            ends = NeutralEnd(logits, list(range(len(logits))), torch.tensor(list(self.ends)))
+            ends = NeutralEnd(logits, range(len(logits)), [list(self.ends)] * len(logits))
             steered = logits + torch.nn.functional.logsigmoid(self.strength * logit + self.shift)
-            ends.restore_(steered)
+            ends.restore_(steered, ends.forbidden(steered))
             return steered
 
         return steer

@@ -18,7 +18,7 @@ from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering.constraints import ConstraintCorrection, constraint_corrections
 from foretrace.steering.goal_group import GoalGroup, group_by_kind
 from foretrace.steering.neutral_end import NeutralEnd
-from foretrace.steering.request import Request
+from foretrace.steering.request import Request, padded_ends
 from foretrace.steering.state import SequenceState
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
@@ -185,7 +185,7 @@ class BatchSteering:
     def reweight_(self, logits: Tensor, states: Sequence[SequenceState | None]) -> Tensor:
         """Add the log-factors of the rows' goals to the language model's logits, in place.
 
-        Tokens past the HMM's vocabulary are forbidden in steered rows.
+        Tokens past the HMM's vocabulary are forbidden in steered rows, except neutral ends.
 
         Args:
             logits: The language model's logits, (n, V or more).
@@ -213,19 +213,18 @@ class BatchSteering:
         ]
         self._observe(groups)
         rows = torch.tensor([row for row, _ in steered], device=logits.device)
-        neutral = [
-            row for row, state in steered if any(goal.neutral_end for goal in state.request.goals)
-        ]
-        neutral_end = NeutralEnd(logits, neutral, self._ends) if neutral else None
+        neutral_end = _neutral_end(logits, steered)
         self._add_log_factors_(logits, rows, predicted, groups)
         corrections = constraint_corrections(steered)
         bases = [correction.correct_(logits) for correction in corrections]
         if self.absolute:
             _add_common_(logits, rows, groups, corrections, bases)
+        # A constraint may forbid an end; that the HMM does not know it does not forbid it.
+        forbidden_ends = None if neutral_end is None else neutral_end.forbidden(logits)
         if logits.shape[1] > self.hmm.vocab_size:
             logits[rows, self.hmm.vocab_size :] = -torch.inf
-        if neutral_end is not None:
-            neutral_end.restore_(logits)
+        if neutral_end is not None and forbidden_ends is not None:
+            neutral_end.restore_(logits, forbidden_ends)
         return logits
 
     def _add_log_factors_(
@@ -252,6 +251,17 @@ class BatchSteering:
             if group.unconstrained:
                 eap = mean_eap(group.kind, group.average, group.weights)
                 self.observe(eap[group.unconstrained])
+
+
+def _neutral_end(logits: Tensor, steered: Sequence[tuple[int, SequenceState]]) -> NeutralEnd | None:
+    """Store the end-of-text tokens of rows with neutral ends; None if there are none."""
+    neutral = [
+        (row, state.request)
+        for row, state in steered
+        if any(goal.neutral_end for goal in state.request.goals)
+    ]
+    indices, ends = padded_ends([request for _, request in neutral], logits.shape[1])
+    return NeutralEnd(logits, [neutral[index][0] for index in indices], ends) if ends else None
 
 
 def _summed_log_factors(

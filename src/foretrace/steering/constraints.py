@@ -17,6 +17,7 @@ from foretrace.lookahead.device_automaton import DeviceAutomaton
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.lookahead.tables import LOG_ZERO, log_zero_for
 from foretrace.steering.goal_group import transform_tensors
+from foretrace.steering.request import padded_ends
 from foretrace.steering.state import GoalState, SequenceState, goal_states
 
 MAX_ELEMENTS = 1 << 22  # of a block's product
@@ -84,15 +85,13 @@ class ConstraintCorrection:
 
         Their logits stay finite: if every other token is -inf, a row can still end.
         """
-        end_lists = [state.sequence.request.ends for state in self.states]
-        width = max(map(len, end_lists))
-        if not width:
+        requests = [state.sequence.request for state in self.states]
+        indices, padded = padded_ends(requests, logits.shape[1])
+        if not indices:
             return
-        padded = [[*ends, *ends[:1] * (width - len(ends))] for ends in end_lists]
-        ends = torch.tensor(padded, device=logits.device)
-        next_states = self.automaton.step(
-            automaton_states[:, None], ends.to(automaton_states.device)
-        )
+        rows, ends = rows[indices], torch.tensor(padded, device=logits.device)
+        before = automaton_states[indices, None]
+        next_states = self.automaton.step(before, ends.to(automaton_states.device))
         unsatisfied = (self.automaton.min_tokens[next_states] > 0).to(logits.device)
         log_zero = log_zero_for(logits)
         end_logits = logits[rows, ends].masked_fill(unsatisfied, log_zero)

@@ -1,5 +1,7 @@
 """End-of-text tokens whose probability steering leaves unchanged."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,22 +11,25 @@ from foretrace.lookahead.tables import log_zero_for
 class NeutralEnd:
     """The logits of end-of-text tokens before steering, to restore their probability after it."""
 
-    def __init__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
-        self.rows = torch.tensor(rows, device=logits.device)[:, None]
-        self.tokens = tokens.to(logits.device)
+    def __init__(self, logits: Tensor, rows: Sequence[int], ends: Sequence[Sequence[int]]) -> None:
+        """Store the logits of the end-of-text tokens of some rows, equally many for each."""
+        self.rows = torch.tensor(rows, device=logits.device)[:, None]  # (n, 1)
+        self.tokens = torch.tensor(ends, device=logits.device)  # (n, ends)
         self.end_logits = logits[self.rows, self.tokens]
         self.log_others = self._log_others(logits)
 
     def _log_others(self, logits: Tensor) -> Tensor:
         """Return the logsumexp of the logits of all other tokens: (n, 1)."""
-        rows = logits[self.rows[:, 0]]
-        rows[:, self.tokens] = -torch.inf
-        return rows.logsumexp(-1, keepdim=True)
+        others = logits[self.rows[:, 0]].scatter_(1, self.tokens, -torch.inf)
+        return others.logsumexp(-1, keepdim=True)
 
-    def restore_(self, logits: Tensor) -> None:
-        """Restore the probabilities of end-of-text tokens; forbidden ones stay forbidden."""
+    def forbidden(self, logits: Tensor) -> Tensor:
+        """Return which end-of-text tokens are impossible in these logits: (n, ends)."""
+        return logits[self.rows, self.tokens] <= log_zero_for(logits)
+
+    def restore_(self, logits: Tensor, forbidden: Tensor) -> None:
+        """Restore the probabilities of end-of-text tokens, except those of forbidden ones."""
         change = self._log_others(logits) - self.log_others
-        steered = logits[self.rows, self.tokens]
         neutral = self.end_logits + change.nan_to_num(0.0, 0.0, 0.0)
-        forbidden = steered <= log_zero_for(logits)
+        steered = logits[self.rows, self.tokens]
         logits[self.rows, self.tokens] = torch.where(forbidden, steered, neutral)

@@ -1,5 +1,6 @@
 """The goals and limits of one sequence to generate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretrace.errors import InvalidInputError
@@ -83,3 +84,17 @@ def require_single_constraint(count: int) -> None:
             f'may. Join them by &, as in nontoxic & mentions("refund"): apart, they might leave no '
             f"token that satisfies all of them."
         )
+
+
+def padded_ends(requests: Sequence[Request], vocab_size: int) -> tuple[list[int], list[list[int]]]:
+    """Return the indices of requests that have end tokens, and these tokens.
+
+    Each list of tokens is padded to the longest with its first token. Tokens outside the vocabulary
+    are left out: they cannot be generated.
+    """
+    ends = [[token for token in request.ends if 0 <= token < vocab_size] for request in requests]
+    width = max(map(len, ends), default=0)
+    indices = [index for index, tokens in enumerate(ends) if tokens]
+    return indices, [
+        ends[index] + ends[index][:1] * (width - len(ends[index])) for index in indices
+    ]
