@@ -1,7 +1,9 @@
 """EAP against brute force over all futures; it stays in [0, 1] whatever the dtype."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -130,3 +132,55 @@ def test_eap_is_a_probability_on_a_distilled_hmm(dtype: torch.dtype, complement:
         found = lookahead.eap(torch.randint(3, hmm.vocab_size, (9,), generator=random), remaining)
         assert ((found >= 0) & (found <= 1)).all()
         assert found.std() > 0
+
+
+def test_a_prefix_may_be_a_list_an_array_or_a_tensor() -> None:
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()["all"], HORIZON)
+    expected = lookahead.eap(torch.tensor([1, 2]), 3)
+    for prefix in ([1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], dtype=np.int32)):
+        assert torch.equal(lookahead.eap(prefix, 3), expected)
+    empty = lookahead.eap(torch.tensor([], dtype=torch.long), 3)
+    for prefix in ([], np.array([])):
+        assert torch.equal(lookahead.eap(prefix, 3), empty)
+
+
+def test_a_prefix_must_be_one_sequence_of_known_token_ids() -> None:
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()["one"], HORIZON)
+    wrong: tuple[Any, ...] = (torch.tensor([[1, 2]]), [1.5], torch.tensor([True]))
+    for prefix in wrong:
+        with pytest.raises(InvalidInputError, match="token ids of one sequence"):
+            lookahead.eap(prefix, 3)
+    for prefix in ([TOKENS], [1, -1]):
+        with pytest.raises(InvalidInputError, match="from 0 to 3"):
+            lookahead.eap(prefix, 3)
+
+
+def test_a_negative_number_of_remaining_tokens_is_refused() -> None:
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()["one"], HORIZON)
+    with pytest.raises(InvalidInputError, match="0 or more tokens, but is -1"):
+        lookahead.eap([1], remaining=-1)
+
+
+def test_the_kind_of_a_lookahead_is_computed_once() -> None:
+    """Every step reads it for every row, and it depends on the signs of all coefficients."""
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()["all"], HORIZON)
+    assert lookahead.kind is lookahead.kind
+    assert lookahead.kind.complement
+
+
+@pytest.mark.parametrize("name", ["one", "must"])
+def test_token_ids_may_be_non_contiguous(name: str) -> None:
+    """As columns of a batch are; torch warns of them once in a process."""
+    hmm = tiny_hmm("dense")
+    lookahead = Lookahead(hmm, attributes()[name], HORIZON)
+    tokens = torch.tensor([[0, 1], [3, 2], [1, 0]])
+    torch.set_warn_always(True)
+    try:
+        weights = lookahead.log_weights(tokens.T)
+        if lookahead.automaton is not None:
+            states = torch.zeros(2, 3, dtype=torch.long)
+            after = lookahead.automaton.step(states, tokens.T)
+            assert torch.equal(after, lookahead.automaton.step(states.T, tokens).T)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(weights, lookahead.log_weights(tokens).transpose(0, 1))

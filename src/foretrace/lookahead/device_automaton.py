@@ -60,5 +60,5 @@ class DeviceAutomaton(NamedTuple):
 
     def step(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after one token each: (...) states, (...) ids -> (...)."""
-        index, is_listed = lookup(self.tokens, tokens)
+        index, is_listed = lookup(self.tokens, tokens.contiguous())
         return self.transitions[states, torch.where(is_listed, self.classes[index], 0)]

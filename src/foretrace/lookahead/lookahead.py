@@ -1,8 +1,11 @@
 """The lookahead of an attribute: backward tables, and the EAP of next tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import Attribute
@@ -14,6 +17,8 @@ from foretrace.lookahead.device_automaton import DeviceAutomaton
 from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
 from foretrace.lookahead.tables import Tables, build_tables, stores_complement
 from foretrace.vocabulary import require_same_fingerprint
+
+TokenIds = Sequence[int] | NDArray[np.integer] | Tensor
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -36,6 +41,7 @@ class Lookahead:
         token_weights: The weights of all tokens, (K, V); 1 minus the weight if `kind.complement`.
         tables: The backward tables.
         automaton: The attribute's automaton on the HMM's device; None if it has none.
+        kind: How the EAP is computed.
 
     Example:
         >>> lookahead = ft.Lookahead(hmm, attribute, horizon=8)
@@ -53,6 +59,7 @@ class Lookahead:
     token_weights: Tensor
     tables: Tables
     automaton: DeviceAutomaton | None
+    kind: EapKind
     _log_weights: Tensor  # (M, K) float64
     _min_tokens: int  # fewest generated tokens that can satisfy the automaton
 
@@ -100,6 +107,7 @@ class Lookahead:
             "token_weights": token_weights,
             "tables": Tables(*(tensor.to(hmm.device) for tensor in tables)),
             "automaton": automaton,
+            "kind": EapKind(len(terms), complement),
             "_log_weights": log_weights.T.contiguous().to(hmm.device),
             "_min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
         }
@@ -115,11 +123,6 @@ class Lookahead:
         tensors = (*self.tables, self.token_weights, self.tokens, self._log_weights)
         automaton = 0 if self.automaton is None else self.automaton.nbytes
         return automaton + sum(tensor.nbytes for tensor in tensors)
-
-    @property
-    def kind(self) -> EapKind:
-        """How its EAP is computed."""
-        return EapKind(len(self.terms), stores_complement(self.terms))
 
     def table_for(self, remaining: int, states: Tensor | int = 0) -> Tensor:
         """Return the table values for a number of tokens to come.
@@ -171,27 +174,33 @@ class Lookahead:
         """
         if not len(self.tokens):
             return self.coefficients.new_zeros(*tokens.shape, len(self.terms))
-        index, is_weighted = lookup(self.tokens, tokens)
+        index, is_weighted = lookup(self.tokens, tokens.contiguous())
         return torch.where(is_weighted.unsqueeze(-1), self._log_weights[index], 0.0)
 
-    def eap(self, prefix: Tensor, remaining: int) -> Tensor:
+    def eap(self, prefix: TokenIds, remaining: int) -> Tensor:
         """Compute the EAP of every next token: eq. (EAP).
 
         The prefix is the prompt: the weights of its tokens do not count.
 
         Args:
-            prefix: Token ids of one sequence, (T,). It may be empty.
+            prefix: Token ids of one sequence: a list, an array or a tensor. It may be empty.
             remaining: The number of tokens that may follow the next one; at most the horizon is
                 used.
 
         Returns:
             Probabilities of shape (V,).
 
+        Raises:
+            InvalidInputError: If `remaining` is negative, or if the prefix is not one sequence of
+                token ids of the HMM's vocabulary.
+
         Example:
-            >>> eap = ft.Lookahead(hmm, attribute, horizon=8).eap(torch.tensor([5, 7]), remaining=4)
+            >>> eap = ft.Lookahead(hmm, attribute, horizon=8).eap([5, 7], remaining=4)
             >>> eap.shape == (hmm.vocab_size,), bool(((eap >= 0) & (eap <= 1)).all())
             (True, True)
         """
+        if remaining < 0:
+            raise InvalidInputError(f"`remaining` must be 0 or more tokens, but is {remaining}.")
         predicted = self.predicted(prefix)
         if self.automaton is None:
             return self._eap_for_state(predicted, remaining, 0)
@@ -219,19 +228,41 @@ class Lookahead:
         eap = compute_eap(self.kind, joint, weights, slice(0, self.hmm.vocab_size))
         return (eap.values * eap.log_scale.exp())[:, 0].clamp_max_(1.0)
 
-    def predicted(self, prefix: Tensor) -> Tensor:
+    def predicted(self, prefix: TokenIds) -> Tensor:
         """Return the distribution of the HMM state that emits the next token.
 
         Args:
-            prefix: Token ids of one sequence, (T,). It may be empty.
+            prefix: Token ids of one sequence: a list, an array or a tensor. It may be empty.
 
         Returns:
             Probabilities of shape (1, h).
+
+        Raises:
+            InvalidInputError: If the prefix is not one sequence of token ids of the HMM's
+                vocabulary.
         """
-        if not len(prefix):
+        tokens = _token_ids(prefix, self.hmm.vocab_size)
+        if not len(tokens):
             return self.hmm.initial[None]
-        *_, last = inference.scan(self.hmm, prefix[None].to(self.hmm.device))
+        *_, last = inference.scan(self.hmm, tokens[None].to(self.hmm.device))
         return last.predicted
+
+
+def _token_ids(prefix: TokenIds, vocab_size: int) -> Tensor:
+    """Return token ids as a tensor: (T,)."""
+    ids = torch.as_tensor(prefix)
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise InvalidInputError(
+            f"A prefix must be the token ids of one sequence, but is {ids.dtype} of shape "
+            f"{tuple(ids.shape)}."
+        )
+    ids = ids.long()
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise InvalidInputError(
+            f"Token ids must be from 0 to {vocab_size - 1}, but are from {int(ids.min())} to "
+            f"{int(ids.max())}. Use the tokenizer of the HMM's LM."
+        )
+    return ids
 
 
 def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> Terms:

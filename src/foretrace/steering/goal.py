@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from foretrace.attribute import LogitAffine
+from foretrace.errors import InvalidInputError
 from foretrace.lookahead.lookahead import Lookahead
 
 
@@ -22,7 +23,8 @@ class Goal:
         neutral_end: Whether end-of-text tokens keep their probability.
 
     Raises:
-        InvalidInputError: If the strength is not above 0, or if it or the shift is not finite.
+        InvalidInputError: If the first argument is not a Lookahead, if the strength is not above 0,
+            or if strength or shift is not finite.
 
     Example:
         >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0, shift=-3.0)
@@ -38,4 +40,9 @@ class Goal:
     """The transform of the EAP."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lookahead, Lookahead):
+            raise InvalidInputError(
+                f"A goal needs a Lookahead, but got {type(self.lookahead).__name__}. For an "
+                f"attribute, pass Lookahead(hmm, attribute)."
+            )
         object.__setattr__(self, "transform", LogitAffine(self.strength, self.shift))
