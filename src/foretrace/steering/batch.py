@@ -20,6 +20,7 @@ from foretrace.steering.goal_group import GoalGroup, group_by_kind
 from foretrace.steering.neutral_end import NeutralEnd
 from foretrace.steering.request import Request, padded_ends
 from foretrace.steering.state import SequenceState
+from foretrace.steering.transfer import to_device
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
@@ -120,12 +121,13 @@ class BatchSteering:
         starts = (lengths - READ_BACK).clamp_min(0)
         width = int((lengths - starts).max())
         positions = starts[:, None] + torch.arange(width)  # on the CPU
-        in_sequence, in_prompt = positions < lengths[:, None], positions < prompt_lengths[:, None]
-        index = positions.clamp_max(tokens.shape[1] - 1).to(tokens.device)
+        in_sequence = (positions < lengths[:, None]).to(device, non_blocking=True)
+        in_prompt = (positions < prompt_lengths[:, None]).to(device, non_blocking=True)
+        index = positions.clamp_max(tokens.shape[1] - 1).to(tokens.device, non_blocking=True)
         recent = tokens.gather(1, index).to(device)
-        is_prompt_end = torch.isin(recent, self._ends) & in_prompt.to(device)
+        is_prompt_end = torch.isin(recent, self._ends) & in_prompt
         in_earlier_text = is_prompt_end.flip(1).cumsum(1).flip(1) > 0
-        mask = in_sequence.to(device) & ~in_earlier_text & (recent < self.hmm.vocab_size)
+        mask = in_sequence & ~in_earlier_text & (recent < self.hmm.vocab_size)
         recent = recent.clamp_max(self.hmm.vocab_size - 1)
         predicted = self.hmm.initial.expand(len(requests), -1)
         for filtered in inference.scan(self.hmm, recent, mask):
@@ -212,7 +214,7 @@ class BatchSteering:
             GoalGroup(goals, predicted) for goals in group_by_kind([state for _, state in steered])
         ]
         self._observe(groups)
-        rows = torch.tensor([row for row, _ in steered], device=logits.device)
+        rows = to_device([row for row, _ in steered], logits.device)
         neutral_end = _neutral_end(logits, steered)
         self._add_log_factors_(logits, rows, predicted, groups)
         corrections = constraint_corrections(steered)
@@ -250,7 +252,7 @@ class BatchSteering:
         for group in groups:
             if group.unconstrained:
                 eap = mean_eap(group.kind, group.average, group.weights)
-                self.observe(eap[group.unconstrained])
+                self.observe(eap[to_device(group.unconstrained, eap.device)])
 
 
 def _neutral_end(logits: Tensor, steered: Sequence[tuple[int, SequenceState]]) -> NeutralEnd | None:
@@ -272,7 +274,7 @@ def _summed_log_factors(
     probability, *joints = torch.split(product, [num_rows, *widths], 1)
     total: Tensor | None = None
     for group, joint in zip(groups, joints, strict=True):
-        row_probability = probability if group.covers_all_rows else probability[:, group.rows]
+        row_probability = probability if group.covers_all_rows else probability[:, group.row_index]
         log_factors = group.log_factors(joint, row_probability, block)
         if group.covers_all_rows and total is None:
             total = log_factors  # no copy for one group
@@ -293,10 +295,12 @@ def _add_common_(
     """Add the summands that all tokens of a row share."""
     common = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     for group in groups:
-        group_rows = rows[group.row_index[group.unconstrained].to(rows.device)]
-        common.index_add_(0, group_rows, group.log_common[group.unconstrained].to(common))
+        if group.unconstrained:
+            columns = to_device(group.unconstrained, group.row_index.device)
+            group_rows = rows[group.row_index[columns].to(rows.device)]
+            common.index_add_(0, group_rows, group.log_common[columns].to(common))
     for correction, base in zip(corrections, bases, strict=True):
-        common[correction.rows] += base.to(common)
+        common[to_device(correction.rows, common.device)] += base.to(common)
     logits += common[:, None].to(logits)
 
 
@@ -306,11 +310,10 @@ def _log_weights(requests: Sequence[Request], tokens: Tensor) -> list[tuple[Tens
     for row, request in enumerate(requests):
         for goal in request.goals:
             rows_of.setdefault(goal.lookahead, []).append(row)
-    log_weights = {
-        (lookahead, row): row_weights
-        for lookahead, rows in rows_of.items()
-        for row, row_weights in zip(rows, lookahead.log_weights(tokens[rows]), strict=True)
-    }
+    log_weights: dict[tuple[Lookahead, int], Tensor] = {}
+    for lookahead, rows in rows_of.items():
+        row_weights = lookahead.log_weights(tokens[to_device(rows, tokens.device)])
+        log_weights.update(zip([(lookahead, row) for row in rows], row_weights, strict=True))
     return [
         tuple(log_weights[goal.lookahead, row] for goal in request.goals)
         for row, request in enumerate(requests)

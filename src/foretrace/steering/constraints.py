@@ -19,6 +19,7 @@ from foretrace.lookahead.tables import LOG_ZERO, log_zero_for
 from foretrace.steering.goal_group import transform_tensors
 from foretrace.steering.request import padded_ends
 from foretrace.steering.state import GoalState, SequenceState, goal_states
+from foretrace.steering.transfer import to_device
 
 MAX_ELEMENTS = 1 << 22  # of a block's product
 NEGLIGIBLE = 1e4  # nats: targets that are so much less probable than the best are not chosen
@@ -46,7 +47,7 @@ class ConstraintCorrection:
         """
         factors = _TransitionFactors(self.lookahead, self.automaton, self.states)
         automaton_states = factors.automaton_states
-        rows = torch.tensor(self.rows, device=logits.device)[:, None]
+        rows = to_device(self.rows, logits.device)[:, None]
         default_too_late, listed_too_late = self._too_late(automaton_states)
         corrected = []
         for block, actual, default in factors.blocks():  # (n, m) each
@@ -54,28 +55,28 @@ class ConstraintCorrection:
             change = (actual - default).masked_fill(listed_too_late[:, block], -torch.inf)
             corrected.append((tokens, logits[rows, tokens] + change.to(logits)))
         offset = factors.log_common[:, 0] - factors.base
-        self._add_(logits, offset.masked_fill(default_too_late, -torch.inf).to(logits))
+        self._add_(logits, rows, offset.masked_fill(default_too_late, -torch.inf).to(logits))
         for tokens, steered in corrected:
             logits[rows, tokens] = steered
         self._forbid_ends_(logits, rows, automaton_states)
         return factors.base
 
-    def _add_(self, logits: Tensor, offsets: Tensor) -> None:
+    def _add_(self, logits: Tensor, rows: Tensor, offsets: Tensor) -> None:
         """Add an offset, (n,), to all tokens of each row; on CPUs, skip offsets of 0."""
         if logits.device.type == "cpu":
             for row, offset in zip(self.rows, offsets.tolist(), strict=True):
                 if offset:
                     logits[row] += offset
         else:
-            logits[self.rows] += offsets[:, None]
+            logits[rows[:, 0]] += offsets[:, None]
 
     def _too_late(self, automaton_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return after which tokens the constraint cannot be satisfied any more.
 
         Unlisted tokens: (n,); listed tokens: (n, M). This is certain, while a small EAP is not.
         """
-        remaining = torch.tensor(
-            [state.tokens_after_next for state in self.states], device=automaton_states.device
+        remaining = to_device(
+            [state.tokens_after_next for state in self.states], automaton_states.device
         )
         needed = self.automaton.min_tokens[self.automaton.transitions[automaton_states]]  # (n, C)
         return needed[:, 0] > remaining, needed[:, self.automaton.classes] > remaining[:, None]
@@ -89,9 +90,10 @@ class ConstraintCorrection:
         indices, padded = padded_ends(requests, logits.shape[1])
         if not indices:
             return
-        rows, ends = rows[indices], torch.tensor(padded, device=logits.device)
-        before = automaton_states[indices, None]
-        next_states = self.automaton.step(before, ends.to(automaton_states.device))
+        device = automaton_states.device
+        rows, ends = rows[to_device(indices, rows.device)], to_device(padded, logits.device)
+        before = automaton_states[to_device(indices, device)]
+        next_states = self.automaton.step(before[:, None], to_device(padded, device))
         unsatisfied = (self.automaton.min_tokens[next_states] > 0).to(logits.device)
         log_zero = log_zero_for(logits)
         end_logits = logits[rows, ends].masked_fill(unsatisfied, log_zero)

@@ -9,6 +9,7 @@ from foretrace.attribute.transform import log_common, log_transformed
 from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
 from foretrace.steering.goal import Goal
 from foretrace.steering.state import GoalState, SequenceState, goal_states
+from foretrace.steering.transfer import to_device
 
 
 def group_by_kind(sequences: Sequence[SequenceState]) -> list[list[GoalState]]:
@@ -34,10 +35,10 @@ class GoalGroup:
             column for column, state in enumerate(states) if state.automaton_state is None
         ]
         self.covers_all_rows = self.rows == list(range(predicted.shape[1]))
-        self.row_index = torch.tensor(self.rows, device=predicted.device)
+        self.row_index = to_device(self.rows, predicted.device)
         tables, log_pasts = zip(*map(_table_and_log_past, states), strict=True)
         stacked = torch.stack([table.T for table in tables], -1)
-        weighted = stacked * predicted[:, None, self.rows]  # (h, K, n)
+        weighted = stacked * predicted[:, None, self.row_index]  # (h, K, n)
         self.average = weighted.sum(0)
         self.weighted = weighted.flatten(1)
         goals = [state.goal for state in states]
@@ -64,7 +65,8 @@ def transform_tensors(goals: Sequence[Goal], like: Tensor) -> tuple[Tensor, Tens
     """Return every goal's scale and shift, (n,) each; None if the goals have no transform."""
     if goals[0].transform.identity:
         return None
-    scale, shift = torch.tensor([(goal.strength, goal.shift) for goal in goals]).to(like).T
+    parameters = torch.tensor([(goal.strength, goal.shift) for goal in goals])
+    scale, shift = parameters.to(like, non_blocking=True).T
     return scale, shift
 
 
@@ -94,5 +96,5 @@ def _term_weights(goals: Sequence[Goal], log_past: Tensor) -> TermWeights:
         coefficients,
         log_past,
         [lookahead.token_weights for lookahead in distinct.values()],
-        torch.tensor(index, device=coefficients.device),
+        to_device(index, coefficients.device),
     )

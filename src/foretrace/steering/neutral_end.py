@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretrace.lookahead.tables import log_zero_for
+from foretrace.steering.transfer import to_device
 
 
 class NeutralEnd:
@@ -13,8 +14,8 @@ class NeutralEnd:
 
     def __init__(self, logits: Tensor, rows: Sequence[int], ends: Sequence[Sequence[int]]) -> None:
         """Store the logits of the end-of-text tokens of some rows, equally many for each."""
-        self.rows = torch.tensor(rows, device=logits.device)[:, None]  # (n, 1)
-        self.tokens = torch.tensor(ends, device=logits.device)  # (n, ends)
+        self.rows = to_device(rows, logits.device)[:, None]  # (n, 1)
+        self.tokens = to_device(ends, logits.device)  # (n, ends)
         self.end_logits = logits[self.rows, self.tokens]
         self.log_others = self._log_others(logits)
 

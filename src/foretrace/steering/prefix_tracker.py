@@ -62,8 +62,8 @@ class PrefixTracker:
                 extended[key] = previous
             else:
                 new[key] = request
-        device = self.steering.hmm.device
-        last = torch.tensor([tokens[-1] for _, tokens in extended], dtype=torch.long, device=device)
+        last = torch.tensor([tokens[-1] for _, tokens in extended], dtype=torch.long)
+        last = last.to(self.steering.hmm.device, non_blocking=True)
         advanced = self.steering.advance(list(extended.values()), last)
         read = self.steering.read_generated(list(new.values()), [tokens for _, tokens in new])
         known = {**self._cache, **dict(zip([*extended, *new], [*advanced, *read], strict=True))}
