@@ -7,12 +7,15 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from foretrace.attribute import Attribute
+from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering import BatchSteering, Goal, PrefixTracker, Request
+from foretrace.steering.batch import READ_BACK
 from tiny import TOKENS, all_texts, tiny_hmm
-from tiny_attributes import attributes
+from tiny_attributes import WEIGHTS, attributes
 
 LENGTH = 4
 
@@ -153,3 +156,80 @@ def test_a_neutral_end_is_as_probable_as_before(name: str) -> None:
     others = [each[:, :-1] / each[:, :-1].sum() for each in (plain, kept)]
     torch.testing.assert_close(*others)
     assert not torch.allclose(plain[:, -1], kept[:, -1])
+
+
+def persistent_hmm() -> HMM:
+    """Two states that hardly ever change; tokens 0 and 1 tell them apart, 2 and 3 do not."""
+    transition = torch.tensor([[0.999, 0.001], [0.001, 0.999]], dtype=torch.float64)
+    emission = torch.tensor([[0.2, 0.0], [0.0, 0.2], [0.5, 0.5], [0.3, 0.3]], dtype=torch.float64)
+    return HMM(torch.tensor([0.5, 0.5], dtype=torch.float64), transition, emission)
+
+
+@pytest.mark.parametrize("num_generated", [0, 50])
+def test_the_filter_reads_the_last_tokens_of_a_sequence(num_generated: int) -> None:
+    assert READ_BACK == 128
+    steering, later = BatchSteering(persistent_hmm()), [2] * (READ_BACK - 1)
+    predicted = []
+    for tokens in ([2] * 40 + [0] + later, [2] * 40 + [0, 2] + later):
+        prompt, generated = tokens[: len(tokens) - num_generated], tokens[-num_generated:]
+        request = Request((), tuple(prompt if num_generated else tokens), 100)
+        (state,) = steering.read_generated([request], [generated if num_generated else []])
+        predicted.append(float(state.predicted[0]))
+    assert predicted[0] == pytest.approx(0.5 + 0.5 * 0.998**READ_BACK)
+    assert predicted[1] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["one", "must"])
+def test_all_generated_tokens_count_however_many_they_are(name: str) -> None:
+    """Also those that the filter does not read: their weights, and what an automaton has seen."""
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], LENGTH)
+    generated = [0, 1, 0] + [2] * (READ_BACK + 10)
+    request = Request((Goal(lookahead),), (1,), 1000)
+    (state,) = BatchSteering(lookahead.hmm).read_generated([request], [generated])
+    expected = lookahead.log_weights(torch.tensor(generated)).sum(0)
+    torch.testing.assert_close(state.log_past[0], expected)
+    if lookahead.automaton is not None:
+        (automaton_state,) = state.automaton_states
+        assert int(lookahead.automaton.min_tokens[automaton_state]) == 0
+
+
+@pytest.mark.parametrize("name", ["one", "all"])
+def test_unknown_tokens_change_nothing_but_the_count(name: str) -> None:
+    """Whether they are read or advance a state, and wherever they stand in the sequence."""
+    hmm = tiny_hmm("dense")
+    lookahead = Lookahead(hmm, attributes()[name], LENGTH)
+    steering, request = BatchSteering(hmm), Request((Goal(lookahead),), (1,), 20)
+    texts = [[0, 3], [0, TOKENS, 3], [TOKENS + 9, 0, 3], [0, 3, TOKENS]]
+    known, *unknown = steering.read_generated([request] * len(texts), texts)
+    unknown += steering.advance([known], torch.tensor([TOKENS]))
+    for state in unknown:
+        assert state.num_generated == 3
+        torch.testing.assert_close(state.predicted, known.predicted)
+        torch.testing.assert_close(state.log_past[0], known.log_past[0])
+
+
+def test_a_shift_alone_transforms_the_eap() -> None:
+    """Strength 1 with a shift is not the identity."""
+    hmm = tiny_hmm("dense")
+    lookahead = Lookahead(hmm, attributes()["one"], LENGTH)
+    tracker = PrefixTracker(hmm)
+    goals = [Goal(lookahead), Goal(lookahead, 1.0, -2.0)]
+    tracker.step([Request((goal,), (1,), LENGTH) for goal in goals], [[], []])
+    identity, shifted = tracker.reweight(torch.zeros(2, TOKENS, dtype=torch.float64)).softmax(-1)
+    eap = lookahead.eap([1], LENGTH - 1)
+    expected = torch.sigmoid(torch.logit(eap) - 2)
+    torch.testing.assert_close(identity, eap / eap.sum())
+    torch.testing.assert_close(shifted, expected / expected.sum())
+
+
+@pytest.mark.parametrize("transform", [(1.0, 0.0), (3.0, -2.0)])
+def test_the_coefficient_of_a_single_term_counts(transform: tuple[float, float]) -> None:
+    hmm, logits = tiny_hmm("dense"), torch.zeros(1, TOKENS, dtype=torch.float64)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    terms = Terms(half, torch.arange(TOKENS, dtype=torch.int32), WEIGHTS[:1].log())
+    goal = Goal(Lookahead(hmm, Attribute(terms), LENGTH), *transform)
+    whole = Lookahead(hmm, attributes()["one"], LENGTH).eap([1], LENGTH - 1)
+    torch.testing.assert_close(goal.lookahead.eap([1], LENGTH - 1), whole / 2)
+    tracker = PrefixTracker(hmm, absolute=True)
+    tracker.step([Request((goal,), (1,), LENGTH)], [[]])
+    torch.testing.assert_close(tracker.reweight(logits).exp()[0], goal.transform(whole / 2))

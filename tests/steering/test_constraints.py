@@ -114,6 +114,25 @@ def test_a_batch_is_as_its_rows() -> None:
         )
 
 
+def test_goals_of_one_lookahead_keep_their_own_transforms() -> None:
+    hmm = tiny_hmm("sparse")
+    lookahead = Lookahead(hmm, attributes()["weighed and must"], 8)
+    other = Lookahead(hmm, attributes()["must not"], 8)
+    transforms = [(1.0, 0.0), (3.0, -2.0), (1.0, -2.0), (5.0, 1.0)]
+    goals = [Goal(each, *transform) for transform in transforms for each in (lookahead, other)]
+    requests = [Request((goal,), (1,), 12) for goal in goals]
+    logits = torch.zeros(len(requests), TOKENS, dtype=torch.float64)
+    together = PrefixTracker(hmm)
+    for order in (requests, requests[::-1]):
+        together.step(order, [[0]] * len(order))
+        steered = together.reweight(logits).log_softmax(-1)
+        for row, request in enumerate(order):
+            alone = PrefixTracker(hmm)
+            alone.step([request], [[0]])
+            expected = alone.reweight(logits[:1])[0].log_softmax(-1)
+            torch.testing.assert_close(steered[row], expected)
+
+
 @pytest.mark.parametrize("name", ["not weighed, and must", "weighed or must", "must and must not"])
 def test_float32_is_as_good_as_float64(name: str) -> None:
     """Terms of both signs too: what must occur is improbable, and must not drown in 1 minus it."""
