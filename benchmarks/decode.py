@@ -1,9 +1,9 @@
-"""What steering costs: `generate` steered against bare, by turns, in one run.
+"""Measure the cost of steering: `generate` with and without it, alternating in one run.
 
-At the paper's size (a GPT-2-large-shaped LM of random weights, an HMM of 4,096 states with 1% of
-its emission stored) and on SmolLM2 with the HMM of `examples/`. Beside it, the naive way: a dense
-emission. With --quick, SmolLM2 alone. The full vocabulary is reweighted at every step, so how large
-the LM's nuclei are makes no difference. Prompts have 12 tokens, whose filtering counts.
+Measures the paper's size (a GPT-2-large-shaped LM with random weights and an HMM of 4,096 states
+with 1% of its emission stored) and SmolLM2 with the HMM of `examples/`. For comparison, it measures
+a dense emission. With --quick, it measures only SmolLM2. Every step reweights the full vocabulary,
+so the sampling method makes no difference. Prompts have 12 tokens; their filtering is included.
 """
 
 import sys
@@ -31,15 +31,15 @@ PROMPT, HORIZON, ATTRIBUTE_TOKENS = 12, 64, 5000
 
 
 def main() -> None:
-    """Measure both sizes."""
-    given = options(__doc__)
+    """Run the benchmark."""
+    arguments = options(__doc__)
     report = Report("Decoding: steered / bare")
     smollm2 = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
     hmm = HMM.from_pretrained(EXAMPLE)
     for batch in (1, 32):
-        _compare("SmolLM2, 1,024 states", smollm2, hmm, batch, given.quick, report, goal=1.08)
+        _compare("SmolLM2, 1,024 states", smollm2, hmm, batch, arguments.quick, report, goal=1.08)
     _table("1,024 states", hmm, report, goal=None)
-    if not given.quick:
+    if not arguments.quick:
         config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
         large: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
         large.eval()
@@ -48,22 +48,22 @@ def main() -> None:
         hmm = HMM(dense.initial, dense.transition, emission)
         for batch in (1, 8):
             name = "GPT-2 large, 4,096 states"
-            _compare(name, large, hmm, batch, given.quick, report, goal=1.04)
-            _compare(f"{name}, naive", large, dense, batch, given.quick, report, goal=None)
+            _compare(name, large, hmm, batch, arguments.quick, report, goal=1.04)
+            _compare(f"{name}, naive", large, dense, batch, arguments.quick, report, goal=None)
         _table("4,096 states", hmm, report, goal=0.5)
         _table("4,096 states, naive", dense, report, goal=None)
-    report.publish(given.json)
+    report.publish(arguments.json)
 
 
 class Timed(SteeringProcessor):
-    """A processor that keeps the time it takes: a figure that other people's work disturbs less."""
+    """A processor that measures its own time, which other load on the machine disturbs less."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.seconds: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Steer, and look at the clock."""
+        """Steer, and record the time."""
         start = perf_counter()
         steered = super().__call__(input_ids, scores)
         self.seconds.append(perf_counter() - start)
@@ -71,7 +71,7 @@ class Timed(SteeringProcessor):
 
 
 def random_goal(hmm: HMM) -> Goal:
-    """Make a goal of random weights on random tokens."""
+    """Return a goal with random weights on random tokens."""
     weights = torch.ones(hmm.vocab_size)
     random = torch.Generator().manual_seed(0)
     chosen = torch.randperm(hmm.vocab_size, generator=random)[:ATTRIBUTE_TOKENS]
@@ -82,13 +82,13 @@ def random_goal(hmm: HMM) -> Goal:
 def _compare(
     name: str, lm: Any, hmm: HMM, batch: int, quick: bool, report: Report, *, goal: float | None
 ) -> None:
-    """Write the same number of tokens, bare and steered, by turns."""
-    new = 12 if quick else 20
+    """Generate the same number of tokens with and without steering, alternating."""
+    new_tokens = 12 if quick else 20
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
     target = random_goal(hmm)
 
-    def write(processors: list[SteeringProcessor]) -> None:
+    def generate(processors: list[SteeringProcessor]) -> None:
         lm.generate(
             ids,
             attention_mask=mask,
@@ -96,25 +96,26 @@ def _compare(
             do_sample=True,
             top_k=0,
             top_p=0.9,
-            min_new_tokens=new,
-            max_new_tokens=new,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
             pad_token_id=0,
         )
 
-    processor = Timed([target], prompt_mask=mask, max_new_tokens=new)
+    processor = Timed([target], prompt_mask=mask, max_new_tokens=new_tokens)
     pairs = 3 if quick or goal is None else 10 if batch == 1 else 6
-    bare, ratio = paired(lambda: write([]), lambda: write([processor]), pairs)
-    calls = [sum(processor.seconds[at : at + new]) for at in range(0, new * (pairs + 1), new)]
-    inside = median(calls[1:])  # the first warmed up
-    report.add(f"{name}, batch {batch}: bare", 1e3 * bare / new, "ms/step")
+    bare, ratio = paired(lambda: generate([]), lambda: generate([processor]), pairs)
+    starts = range(0, new_tokens * (pairs + 1), new_tokens)
+    calls = [sum(processor.seconds[start : start + new_tokens]) for start in starts]
+    inside = median(calls[1:])  # the first is a warm-up
+    report.add(f"{name}, batch {batch}: bare", 1e3 * bare / new_tokens, "ms/step")
     report.add(f"{name}, batch {batch}: steered / bare", ratio, "", at_most=goal)
     report.add(f"{name}, batch {batch}: inside the processor / bare", inside / bare, "")
 
 
 def _table(name: str, hmm: HMM, report: Report, *, goal: float | None) -> None:
-    (taken,) = seconds(lambda: random_goal(hmm), repeats=3)
-    what = f"lookahead of {ATTRIBUTE_TOKENS:,} tokens, {HORIZON} ahead"
-    report.add(f"{name}: {what}", taken, "s", at_most=goal)
+    (duration,) = seconds(lambda: random_goal(hmm), repeats=3)
+    label = f"lookahead of {ATTRIBUTE_TOKENS:,} tokens, {HORIZON} ahead"
+    report.add(f"{name}: {label}", duration, "s", at_most=goal)
 
 
 if __name__ == "__main__":

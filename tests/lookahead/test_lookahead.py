@@ -1,4 +1,4 @@
-"""EAP against brute force over all futures; it stays in [0, 1] whatever the dtype."""
+"""The EAP equals an enumeration of all continuations, and is in [0, 1] for every dtype."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
 
 
 def brute_force(hmm: HMM, attribute: Attribute, prefix: Tensor, remaining: int) -> Tensor:
-    """Sum p(x) p(s | x) over all texts that begin with the prefix, by the token after it: (V,)."""
+    """Sum p(x) p(s | x) over all continuations of the prefix, by their first token: (V,)."""
     later = all_texts(1 + remaining)
     texts = torch.cat([prefix.expand(len(later), -1), later], 1)
     probability = path_probabilities(hmm, texts)[1].sum(0)
@@ -44,13 +44,13 @@ def test_eap_equals_enumeration(form: str, name: str, prefix: tuple[int, ...]) -
     narrow = Lookahead(hmm.to(dtype=torch.float32), attribute, HORIZON)
     for remaining in range(4 if form == "structured" else HORIZON - len(prefix)):
         expected = brute_force(hmm, attribute, start, remaining)
-        known = ~expected.isnan()
-        found = wide.eap(start, remaining)
-        assert (found - expected)[known].abs().max() < 1e-10
-        assert (narrow.eap(start, remaining) - expected)[known].abs().max() < 1e-5
+        possible = ~expected.isnan()
+        eap = wide.eap(start, remaining)
+        assert (eap - expected)[possible].abs().max() < 1e-10
+        assert (narrow.eap(start, remaining) - expected)[possible].abs().max() < 1e-5
 
 
-def test_past_the_horizon_it_looks_as_far_as_the_horizon() -> None:
+def test_more_remaining_tokens_than_the_horizon_use_the_horizon() -> None:
     hmm, attribute = tiny_hmm("dense"), attributes()["all"]
     lookahead = Lookahead(hmm, attribute, 3)
     assert torch.equal(lookahead.eap(torch.tensor([1]), 100), lookahead.eap(torch.tensor([1]), 3))
@@ -64,12 +64,12 @@ def test_past_the_horizon_it_looks_as_far_as_the_horizon() -> None:
 )
 def test_eap_is_a_probability_in_every_dtype(seed: int, dtype: torch.dtype, name: str) -> None:
     hmm = HMM.random(24, TOKENS, seed=seed).to(dtype=dtype)
-    found = Lookahead(hmm, attributes()[name], 12).eap(torch.tensor([0, 3, 1]), seed % 13)
-    assert ((found >= 0) & (found <= 1)).all()
+    eap = Lookahead(hmm, attributes()[name], 12).eap(torch.tensor([0, 3, 1]), seed % 13)
+    assert ((eap >= 0) & (eap <= 1)).all()
 
 
-def test_a_tiny_complement_keeps_its_digits() -> None:
-    """1 - p of an attribute that hardly ever fails: not the noise of 1 - 0.9999999."""
+def test_a_small_complement_keeps_its_digits() -> None:
+    """1 - p of an attribute with p near 1 is not rounding noise."""
     hmm = tiny_hmm("dense")
     weights = 1 - torch.tensor([1e-9, 0.0, 2e-9, 0.0], dtype=torch.float64)
     attribute = ~Attribute.from_weights(weights)
@@ -78,13 +78,13 @@ def test_a_tiny_complement_keeps_its_digits() -> None:
     torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_a_horizon_of_nothing_weighs_the_next_token_alone() -> None:
+def test_a_horizon_of_zero_weighs_the_next_token_alone() -> None:
     lookahead = Lookahead(tiny_hmm("dense"), attributes()["one"], 0)
-    found = lookahead.eap(torch.tensor([1, 2]), remaining=3)
-    torch.testing.assert_close(found, WEIGHTS[0])
+    eap = lookahead.eap(torch.tensor([1, 2]), remaining=3)
+    torch.testing.assert_close(eap, WEIGHTS[0])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_attributes_that_do_not_fit_the_hmm_are_refused() -> None:
     hmm = tiny_hmm("dense")
     with pytest.raises(InvalidInputError, match="vocabulary of 4"):
         Lookahead(hmm, Attribute.from_weights(torch.full((TOKENS + 1,), 0.5)), 5)
@@ -100,22 +100,22 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "not", "all"])
-def test_a_token_that_no_state_emits_is_as_good_as_the_average(name: str) -> None:
-    """The HMM knows nothing of it: its EAP is that of what it would have said, times its weight."""
+def test_a_token_that_no_state_emits_has_the_average_eap(name: str) -> None:
+    """Its EAP is the mean over all continuations, times its weight."""
     hmm = tiny_hmm("dense")
     table = hmm.emission.rows(torch.arange(TOKENS))
     table[1] = 0
     silent = HMM(hmm.initial, hmm.transition, table / table.sum(0))
     attribute = attributes()[name]
-    found = Lookahead(silent, attribute, HORIZON).eap(torch.tensor([3]), 2)
+    eap = Lookahead(silent, attribute, HORIZON).eap(torch.tensor([3]), 2)
     later = all_texts(2)
-    # The state is carried on as it was predicted, and the token adds its own weight.
+    # The token does not change the predicted state; only its weight counts.
     predicted = silent.filter(torch.tensor([[3]])).predicted[0]
     carried = HMM(silent.transition.predict(predicted)[0], silent.transition, silent.emission)
     probability = path_probabilities(carried, later)[1].sum(0)
-    own = torch.cat([torch.ones(len(later), 1, dtype=torch.long), later], 1)
-    expected = (probability * attribute.probability(own)).sum()
-    assert float(found[1]) == pytest.approx(float(expected), abs=1e-10)
+    texts = torch.cat([torch.ones(len(later), 1, dtype=torch.long), later], 1)
+    expected = (probability * attribute.probability(texts)).sum()
+    assert float(eap[1]) == pytest.approx(float(expected), abs=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -129,9 +129,9 @@ def test_eap_is_a_probability_on_a_distilled_hmm(dtype: torch.dtype, complement:
     attribute = Attribute.from_weights(weights)
     lookahead = Lookahead(hmm, ~attribute if complement else attribute, 20)
     for remaining in (0, 5, 20):
-        found = lookahead.eap(torch.randint(3, hmm.vocab_size, (9,), generator=random), remaining)
-        assert ((found >= 0) & (found <= 1)).all()
-        assert found.std() > 0
+        eap = lookahead.eap(torch.randint(3, hmm.vocab_size, (9,), generator=random), remaining)
+        assert ((eap >= 0) & (eap <= 1)).all()
+        assert eap.std() > 0
 
 
 def test_a_prefix_may_be_a_list_an_array_or_a_tensor() -> None:

@@ -1,4 +1,4 @@
-"""Steering: the theorem, and that the state is a cache."""
+"""Batch steering: exact posteriors, states, and numerical range."""
 
 import itertools
 
@@ -20,8 +20,8 @@ from tiny_attributes import WEIGHTS, attributes
 LENGTH = 4
 
 
-def log_likelihood_of_next(hmm: HMM, texts: Tensor) -> Tensor:
-    """An LM that is the HMM: log p(next token | text), (n, V)."""
+def next_token_logits(hmm: HMM, texts: Tensor) -> Tensor:
+    """Return the logits of a language model that is the HMM: log p(next token | text), (n, V)."""
     if texts.shape[1] == 0:
         return hmm.emission.predict(hmm.initial.expand(len(texts), -1)).log()
     return hmm.emission.predict(hmm.filter(texts).predicted[:, -1]).log()
@@ -29,8 +29,8 @@ def log_likelihood_of_next(hmm: HMM, texts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", attributes())
 @pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
-def test_steered_by_itself_the_hmm_writes_from_the_posterior(form: str, name: str) -> None:
-    """p'(x) is p(x) p(s | x) / p(s), exactly: multiplied up over all texts, and by drawing."""
+def test_steering_the_hmm_itself_samples_the_exact_posterior(form: str, name: str) -> None:
+    """The product of steered probabilities is p(x) p(s | x) / p(s) for every sequence x."""
     hmm, attribute = tiny_hmm(form), attributes()[name]
     texts = all_texts(LENGTH)
     eos = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long)
@@ -38,122 +38,122 @@ def test_steered_by_itself_the_hmm_writes_from_the_posterior(form: str, name: st
     joint = torch.where(hmm.log_likelihood(texts) > -60, joint, 0.0)
     expected = joint / joint.sum()
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, log_steered = PrefixTracker(hmm), torch.zeros(len(texts), dtype=torch.float64)
+    tracker, log_steered = PrefixTracker(hmm), torch.zeros(len(texts), dtype=torch.float64)
     for length in range(LENGTH):
         prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
         prefixes = prefixes.reshape(TOKENS**length, length)
-        steering.step([request] * len(prefixes), prefixes.tolist())
-        logits = log_likelihood_of_next(hmm, prefixes)
-        steered = steering.reweight(logits).log_softmax(-1)
+        tracker.step([request] * len(prefixes), prefixes.tolist())
+        logits = next_token_logits(hmm, prefixes)
+        steered = tracker.reweight(logits).log_softmax(-1)
         log_steered += steered.flatten().repeat_interleave(TOKENS ** (LENGTH - length - 1))
-    found = torch.where(joint > 0, log_steered.exp(), 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    probabilities = torch.where(joint > 0, log_steered.exp(), 0.0)
+    torch.testing.assert_close(probabilities, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_sampled_texts_are_of_the_posterior() -> None:
+def test_sampled_sequences_follow_the_posterior() -> None:
     hmm, attribute = tiny_hmm("dense"), attributes()["all"]
     texts = all_texts(LENGTH)
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts)
     request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    steering, count = PrefixTracker(hmm), 20_000
+    tracker, count = PrefixTracker(hmm), 20_000
     generator = torch.Generator().manual_seed(0)
     drawn = torch.zeros(count, 0, dtype=torch.long)
     for _ in range(LENGTH):
-        steering.step([request] * count, drawn.tolist())
-        steered = steering.reweight(log_likelihood_of_next(hmm, drawn)).softmax(-1)
+        tracker.step([request] * count, drawn.tolist())
+        steered = tracker.reweight(next_token_logits(hmm, drawn)).softmax(-1)
         drawn = torch.cat([drawn, torch.multinomial(steered, 1, generator=generator)], 1)
     code = (drawn * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
     counts = torch.bincount(code, minlength=TOKENS**LENGTH)
     assert chisquare(counts, count * joint / joint.sum()).pvalue > 1e-3
 
 
-def test_memory_is_a_belief_and_a_past_for_each_row() -> None:
-    """Per row h numbers and K sums; per attribute (horizon + 1) K h numbers, and K V of tokens."""
+def test_a_row_stores_one_belief_and_one_past() -> None:
+    """h numbers and K sums per row; (horizon + 1) K h and K V numbers per attribute."""
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()["all"], 7)
     terms = len(lookahead.terms)
     assert lookahead.tables.values.nbytes == 8 * 8 * terms * hmm.num_states
     tokens, tables = len(lookahead.tokens), sum(table.nbytes for table in lookahead.tables)
     assert lookahead.nbytes == tables + 8 * (terms * (TOKENS + tokens) + tokens)
-    steering = PrefixTracker(hmm)
+    tracker = PrefixTracker(hmm)
     requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
-        steering.step(requests, [written] * 3)
-    assert len(steering._cache) == len(steering.states) == 3
-    row = steering.states[0]
+        tracker.step(requests, [written] * 3)
+    assert len(tracker._cache) == len(tracker.states) == 3
+    row = tracker.states[0]
     assert row is not None
     assert row.predicted.shape == (hmm.num_states,)
     assert [past.shape for past in row.log_past] == [(terms,)]
 
 
-def test_logits_of_other_rows_are_refused() -> None:
+def test_logits_that_do_not_fit_the_batch_are_refused() -> None:
     hmm = tiny_hmm("dense")
-    steering = PrefixTracker(hmm)
-    steering.step([Request((), (), 5)], [[]])
+    tracker = PrefixTracker(hmm)
+    tracker.step([Request((), (), 5)], [[]])
     with pytest.raises(InvalidInputError, match="1 rows"):
-        steering.reweight(torch.zeros(2, TOKENS))
+        tracker.reweight(torch.zeros(2, TOKENS))
     with pytest.raises(InvalidInputError, match="4 tokens"):
-        steering.reweight(torch.zeros(1, TOKENS - 1))
+        tracker.reweight(torch.zeros(1, TOKENS - 1))
 
 
 @pytest.mark.parametrize("name", ["one", "not", "or", "all"])
-def test_long_improbable_texts_are_still_steered(name: str) -> None:
-    """In float32 as in float64: nothing underflows, and the LM's logits are not lost."""
+def test_long_improbable_sequences_are_still_steered(name: str) -> None:
+    """In float32 as in float64: nothing underflows, and the logits keep their digits."""
     attribute = attributes()[name]
     written = [token % TOKENS for token in range(400)]
-    found = []
+    steered = []
     for dtype in (torch.float32, torch.float64):
         hmm = tiny_hmm("dense").to(dtype=dtype)
         request = Request((Goal(Lookahead(hmm, attribute, LENGTH), 2.0, -1.0),), (), 1000)
-        steering = PrefixTracker(hmm)
-        steering.step([request], [written])
+        tracker = PrefixTracker(hmm)
+        tracker.step([request], [written])
         logits = torch.tensor([[0.25, 0.5, 0.125, 0.0]], dtype=dtype)
-        found.append(steering.reweight(logits).log_softmax(-1).double())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
-    assert found[0].std() > 0.01
+        steered.append(tracker.reweight(logits).log_softmax(-1).double())
+    torch.testing.assert_close(steered[0], steered[1], rtol=1e-3, atol=1e-3)
+    assert steered[0].std() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["dense", "sparse"])
-def test_tables_of_any_dtype(dtype: torch.dtype, form: str) -> None:
+def test_an_hmm_of_any_dtype_steers_alike(dtype: torch.dtype, form: str) -> None:
     exact, rounded = tiny_hmm(form), tiny_hmm(form).to(dtype=dtype)
-    found = []
+    steered = []
     for hmm in (exact, rounded):
         lookahead = Lookahead(hmm, attributes()["all"], LENGTH)
-        steering = PrefixTracker(hmm)
-        steering.step([Request((Goal(lookahead),), (1, 2), 9)], [[3]])
-        found.append(steering.reweight(torch.zeros(1, TOKENS)))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.1)
+        tracker = PrefixTracker(hmm)
+        tracker.step([Request((Goal(lookahead),), (1, 2), 9)], [[3]])
+        steered.append(tracker.reweight(torch.zeros(1, TOKENS)))
+    torch.testing.assert_close(steered[0], steered[1], rtol=0, atol=0.1)
 
 
-def test_tokens_that_the_hmm_does_not_know_are_passed_over() -> None:
+def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     hmm = tiny_hmm("dense")
     goal = Goal(Lookahead(hmm, attributes()["one"], LENGTH))
-    known, with_unknown = PrefixTracker(hmm), PrefixTracker(hmm)
-    known.step([Request((goal,), (1, 2), 9)], [[3]])
+    tracker, with_unknown = PrefixTracker(hmm), PrefixTracker(hmm)
+    tracker.step([Request((goal,), (1, 2), 9)], [[3]])
     request = Request((goal,), (1, TOKENS + 5, 2), 9)
     with_unknown.step([request], [[]])
     with_unknown.step([request], [[3]])
     logits = torch.zeros(1, TOKENS + 10)
-    torch.testing.assert_close(known.reweight(logits), with_unknown.reweight(logits))
+    torch.testing.assert_close(tracker.reweight(logits), with_unknown.reweight(logits))
     with_unknown.step([request], [[3, TOKENS + 1]])
     assert with_unknown.reweight(logits)[0, :TOKENS].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["one", "not", "all"])
-def test_a_neutral_end_is_as_probable_as_before(name: str) -> None:
-    """And the other tokens stand to each other as they would without."""
-    hmm = tiny_hmm("dense")
-    known = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(eos_token_ids=(TOKENS - 1,)))
-    lookahead, logits = Lookahead(known, attributes()[name], 5), torch.randn(1, TOKENS)
-    found = []
+def test_a_neutral_end_keeps_its_probability(name: str) -> None:
+    """The ratios of the other tokens are those of tracker without neutral ends."""
+    model, config = tiny_hmm("dense"), HMMConfig(eos_token_ids=(TOKENS - 1,))
+    hmm = HMM(model.initial, model.transition, model.emission, config)
+    lookahead, logits = Lookahead(hmm, attributes()[name], 5), torch.randn(1, TOKENS)
+    steered = []
     for neutral in (False, True):
-        steering = PrefixTracker(known)
-        steering.step([Request((Goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
-        found.append(steering.reweight(logits).softmax(-1))
-    plain, kept = found
+        tracker = PrefixTracker(hmm)
+        tracker.step([Request((Goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
+        steered.append(tracker.reweight(logits).softmax(-1))
+    plain, kept = steered
     torch.testing.assert_close(kept[:, -1], logits.softmax(-1)[:, -1])
-    others = [each[:, :-1] / each[:, :-1].sum() for each in (plain, kept)]
+    others = [rows[:, :-1] / rows[:, :-1].sum() for rows in (plain, kept)]
     torch.testing.assert_close(*others)
     assert not torch.allclose(plain[:, -1], kept[:, -1])
 
@@ -228,8 +228,8 @@ def test_the_coefficient_of_a_single_term_counts(transform: tuple[float, float])
     half = torch.tensor([0.5], dtype=torch.float64)
     terms = Terms(half, torch.arange(TOKENS, dtype=torch.int32), WEIGHTS[:1].log())
     goal = Goal(Lookahead(hmm, Attribute(terms), LENGTH), *transform)
-    whole = Lookahead(hmm, attributes()["one"], LENGTH).eap([1], LENGTH - 1)
-    torch.testing.assert_close(goal.lookahead.eap([1], LENGTH - 1), whole / 2)
+    eap = Lookahead(hmm, attributes()["one"], LENGTH).eap([1], LENGTH - 1)
+    torch.testing.assert_close(goal.lookahead.eap([1], LENGTH - 1), eap / 2)
     tracker = PrefixTracker(hmm, absolute=True)
     tracker.step([Request((goal,), (1,), LENGTH)], [[]])
-    torch.testing.assert_close(tracker.reweight(logits).exp()[0], goal.transform(whole / 2))
+    torch.testing.assert_close(tracker.reweight(logits).exp()[0], goal.transform(eap / 2))
