@@ -21,7 +21,7 @@ from candidates.reference import Weights
 from candidates.saying import weights_of
 from candidates.tasks import CANDIDATES, TASKS, Candidate
 from candidates.workbench import QUICK, Size, Workbench
-from foretrace.engines.sampler import Sampler
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.evaluate import metrics
 from harness import Report, options
 from smollm2 import find_smollm2

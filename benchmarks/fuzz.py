@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from engines.test_asked import NAMES, anything
+
 from foretrace.attribute import Attribute, AttributeStore
-from foretrace.engines.asked import read_asked
-from foretrace.engines.library import Library
+from foretrace.engines.vllm.params import read_asked
+from foretrace.engines.vllm.table_cache import Library
 from foretrace.hmm import HMM
 from harness import Report, options
 

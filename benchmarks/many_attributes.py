@@ -13,8 +13,8 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace.engines.asked import Asked, read_asked
-from foretrace.engines.library import Library
+from foretrace.engines.vllm.params import Asked, read_asked
+from foretrace.engines.vllm.table_cache import Library
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from harness import Report, options

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
-from foretrace.engines.settings import Settings
+from foretrace.engines.vllm.settings import Settings
 from foretrace.hmm import HMM
 from harness import Report, options
 from random_attributes import write_random

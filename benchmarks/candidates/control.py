@@ -8,8 +8,8 @@ from candidates.reference import Reference, Weights
 from candidates.tasks import Candidate, Task
 from candidates.workbench import Workbench
 from candidates.writing import CandidateSampler
-from foretrace.engines.sampler import Sampler
 from foretrace.engines.transformers import decode_after
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.evaluate import metrics
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.surprise import surprise

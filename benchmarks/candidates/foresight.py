@@ -9,7 +9,7 @@ from torch import Tensor
 from candidates.reference import LEAST, Beliefs, Dense, Reference, Weights
 from candidates.workbench import Workbench
 from candidates.writing import Look, believed
-from foretrace.engines.sampler import Sampler
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.evaluate.fidelity import concordance
 
 AHEAD, LATER = (1, 4, 16), (2, 10, 19)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from candidates.reference import Beliefs, Reference
-from foretrace.engines.sampler import Sampler
 from foretrace.engines.transformers import Goals
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.hmm import HMM
 from foretrace.steering import BatchSteering, Request
 from foretrace.steering.neutral_end import NeutralEnd

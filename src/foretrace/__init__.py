@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
     from foretrace.engines import transformers
-    from foretrace.engines.spelling import mentions
+    from foretrace.engines.token_bytes import mentions
     from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
@@ -53,7 +53,7 @@ _HOMES = {
     "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
-    "mentions": "foretrace.engines.spelling",
+    "mentions": "foretrace.engines.token_bytes",
     "transformers": "foretrace.engines",
     "fingerprint": "foretrace.vocabulary",
 }

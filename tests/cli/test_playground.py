@@ -12,7 +12,7 @@ import pytest
 from foretrace.cli.account import Account
 from foretrace.cli.playground.author import Told
 from foretrace.cli.playground.pair import section
-from foretrace.engines.explain import Candidate, Choice
+from foretrace.engines.transformers.explain import Candidate, Choice
 from server import serving
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

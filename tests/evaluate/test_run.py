@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 
 from foretrace import cli
-from foretrace.engines.sampler import Sampler
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.generations import Sampling, Writer
 from foretrace.evaluate.report import write_report

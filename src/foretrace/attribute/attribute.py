@@ -132,7 +132,7 @@ class Attribute:
     ) -> Self:
         """Make the attribute that a text contains this one, or any of these: 1 or 0, no doubt.
 
-        `spelled` is what each token stands for (`foretrace.engines.spelling` knows): it does not
+        `spelled` is what each token stands for (`foretrace.engines.token_bytes` knows): it does not
         matter how a text is cut into tokens. It is found within words, too; the prompt does not
         count.
         """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.engines.explain import Choice
+    from foretrace.engines.transformers.explain import Choice
     from foretrace.steering import Goal
 
 
@@ -35,7 +35,7 @@ def account_for(
     candidates: int,
 ) -> Account:
     """Account for what was written after a prompt; `max_new_tokens` is what it might have been."""
-    from foretrace.engines.explain import explain
+    from foretrace.engines.transformers.explain import explain
     from foretrace.engines.transformers import decode_after, stop_tokens
 
     @cache

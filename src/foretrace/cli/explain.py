@@ -11,7 +11,7 @@ from foretrace.cli.lm import load_lm
 
 if TYPE_CHECKING:
     from foretrace.cli.account import Account
-    from foretrace.engines.explain import Candidate
+    from foretrace.engines.transformers.explain import Candidate
 
 EPILOG = (
     "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic "

@@ -84,8 +84,8 @@ def load_goals(
 ) -> "list[Goal]":
     """Build the goals that were asked for, each with its strength and shift; constraints last."""
     from foretrace.attribute import AttributeStore, Expression, parse
-    from foretrace.engines.asked import constraint
-    from foretrace.engines.spelling import Spelling
+    from foretrace.engines.token_bytes import Spelling
+    from foretrace.engines.vllm.params import constraint
     from foretrace.errors import InvalidInputError
     from foretrace.lookahead import Lookahead
     from foretrace.steering import Goal

@@ -14,7 +14,7 @@ from foretrace._io import written_aside
 
 if TYPE_CHECKING:
     from foretrace.cli.account import Account
-    from foretrace.engines.explain import Choice
+    from foretrace.engines.transformers.explain import Choice
 
 LOW, HIGH, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
 INKS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")

@@ -17,7 +17,7 @@ EPILOG = (
 )
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 PROCESSOR = "foretrace.engines.vllm:SteeringProcessor"
-MIDDLEWARE = "foretrace.engines.admission.Admission"
+MIDDLEWARE = "foretrace.engines.vllm.middleware.Admission"
 
 
 def serve(
@@ -35,7 +35,7 @@ def serve(
 ) -> None:
     """Start vLLM's OpenAI-compatible server; options that are not named here are vLLM's own."""
     from foretrace.attribute import AttributeStore
-    from foretrace.engines.settings import Settings
+    from foretrace.engines.vllm.settings import Settings
     from foretrace.hmm import HMM
 
     _require_vllm()

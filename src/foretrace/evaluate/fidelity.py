@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foretrace.engines.sampler import Sampler
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.probe import Probe, states_after

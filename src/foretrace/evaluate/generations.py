@@ -11,11 +11,11 @@ import torch
 
 from foretrace import _io
 from foretrace.attribute import Attribute
-from foretrace.engines.sampler import Drawn, Sampler
 from foretrace.engines.transformers import (
     decode_after,
     encode_prompts,
 )
+from foretrace.engines.transformers.sampler import Drawn, Sampler
 from foretrace.errors import InvalidFileError
 from foretrace.steering import Goal
 

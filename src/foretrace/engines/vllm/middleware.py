@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from foretrace.engines import counters
-from foretrace.engines.asked import read_asked
-from foretrace.engines.build_queue import BuildQueue, TooManyBuildsError
-from foretrace.engines.build_worker import BuildWorker
-from foretrace.engines.settings import Settings, open_library
-from foretrace.engines.shelf import Lease
+from foretrace.engines.vllm import prometheus as counters
+from foretrace.engines.vllm.build_queue import BuildQueue, TooManyBuildsError
+from foretrace.engines.vllm.build_worker import BuildWorker
+from foretrace.engines.vllm.disk_cache import Lease
+from foretrace.engines.vllm.params import read_asked
+from foretrace.engines.vllm.settings import Settings, open_library
 from foretrace.errors import ForetraceError
 
 Message = MutableMapping[str, Any]

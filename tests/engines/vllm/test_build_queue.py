@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretrace.engines import build_queue
-from foretrace.engines.build_queue import BuildQueue, BuildResult, TooManyBuildsError
+from foretrace.engines.vllm import build_queue
+from foretrace.engines.vllm.build_queue import BuildQueue, BuildResult, TooManyBuildsError
 from foretrace.errors import InvalidInputError
 
 

@@ -18,9 +18,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.sample.logits_processor import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
 
-from foretrace.engines import counters
-from foretrace.engines.asked import read_asked
-from foretrace.engines.settings import open_library
+from foretrace.engines.vllm import prometheus as counters
+from foretrace.engines.vllm.params import read_asked
+from foretrace.engines.vllm.settings import open_library
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.steering import BatchSteering, Request, SequenceState

@@ -9,7 +9,7 @@ from foretrace.hmm import HMM
 from random_attributes import write_random
 from server import API_KEY, HOSTILE_KEY, RealServer, serving, steered
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2-135m"
 
 
 @pytest.fixture(scope="session")

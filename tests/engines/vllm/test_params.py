@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import parse
-from foretrace.engines.asked import MOST_GOALS, MOST_NAMES, Asked, read_asked
+from foretrace.engines.vllm.params import MOST_GOALS, MOST_NAMES, Asked, read_asked
 from foretrace.errors import InvalidInputError
 
 NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'mentions("a")']

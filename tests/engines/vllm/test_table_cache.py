@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from foretrace.attribute import Attribute
-from foretrace.engines.asked import Asked, read_asked
-from foretrace.engines.library import Library
-from foretrace.engines.spelling import Spelling
+from foretrace.engines.token_bytes import Spelling
+from foretrace.engines.vllm.params import Asked, read_asked
+from foretrace.engines.vllm.table_cache import Library
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead

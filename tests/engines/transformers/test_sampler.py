@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from foretrace.attribute import Attribute
-from foretrace.engines.sampler import LIKELIEST, Sampler, draw_nucleus
 from foretrace.engines.transformers import SteeringProcessor
+from foretrace.engines.transformers.sampler import LIKELIEST, Sampler, draw_nucleus
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal

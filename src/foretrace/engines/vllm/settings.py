@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretrace.engines.library import Library
-    from foretrace.engines.spelling import Spelling
+    from foretrace.engines.token_bytes import Spelling
+    from foretrace.engines.vllm.table_cache import Library
 
 PREFIX = "FORETRACE_SERVE_"
 
@@ -64,7 +64,7 @@ class Settings:
 @cache
 def open_library(device: "torch.device", observe: "Callable[[str, float], None]") -> "Library":
     """Load the HMM onto a device and open the folders, once in a process."""
-    from foretrace.engines.library import Library
+    from foretrace.engines.vllm.table_cache import Library
     from foretrace.hmm import HMM
 
     settings = Settings.from_environment()
@@ -89,7 +89,7 @@ def _spelled(source: str, expected: str | None) -> "Spelling":
     """Read what the tokens of the LM stand for; those of another tokenizer are refused."""
     from transformers import AutoTokenizer
 
-    from foretrace.engines.spelling import Spelling
+    from foretrace.engines.token_bytes import Spelling
     from foretrace.vocabulary import require_same_fingerprint
 
     found = Spelling.of(AutoTokenizer.from_pretrained(source))

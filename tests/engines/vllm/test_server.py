@@ -19,9 +19,9 @@ import foretrace as ft
 from foretrace.attribute import Attribute
 from foretrace.cli.playground.author import Wish
 from foretrace.cli.playground.server import ServerAuthor
-from foretrace.engines.asked import read_asked
-from foretrace.engines.settings import Settings
 from foretrace.engines.transformers import generate_tokens
+from foretrace.engines.vllm.params import read_asked
+from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from random_attributes import write_random
@@ -30,7 +30,7 @@ from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2-135m"
 BEGINNINGS = Path(__file__).parent / "beginnings.txt"
 
 
@@ -75,7 +75,7 @@ def test_the_second_model_runner_writes_the_same(real: tuple[str, Path], smollm2
     ]
     tables, tokenizer = str(folder.parent / "tables"), str(smollm2)
     settings = Settings(str(EXAMPLE), str(folder), tables, tokenizer=tokenizer)
-    program = Path(__file__).parents[1] / "second_runner.py"
+    program = Path(__file__).parents[2] / "second_runner.py"
     done = subprocess.run(
         [sys.executable, program, smollm2],
         input=json.dumps(given),

@@ -5,7 +5,7 @@ lines: the worker builds their tables in the disk cache, and answers each line w
 `{"seconds": 0.1, "error": null}` or with the reason of a refusal. It runs at a low priority, and
 ends when its standard input is closed.
 
-    python -m foretrace.engines.build_worker
+    python -m foretrace.engines.vllm.build_worker
 """
 
 import json
@@ -18,11 +18,11 @@ from threading import Lock
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any
 
-from foretrace.engines.build_queue import BuildResult
+from foretrace.engines.vllm.build_queue import BuildResult
 from foretrace.errors import ForetraceError
 
 if TYPE_CHECKING:
-    from foretrace.engines.library import Library
+    from foretrace.engines.vllm.table_cache import Library
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class BuildWorker:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-m", "foretrace.engines.build_worker"]
+            command = [sys.executable, "-m", "foretrace.engines.vllm.build_worker"]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
@@ -106,8 +106,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints goes to the log, not among the answers
     import torch
 
-    from foretrace.engines import counters
-    from foretrace.engines.settings import open_library
+    from foretrace.engines.vllm import prometheus as counters
+    from foretrace.engines.vllm.settings import open_library
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     library = open_library(torch.device("cpu"), counters.observe_library)
@@ -121,7 +121,7 @@ def main() -> None:
 
 def _build(library: "Library", params: dict[str, Any]) -> str | None:
     """Build the tables of a request; return why it is refused, if it is."""
-    from foretrace.engines.asked import read_asked
+    from foretrace.engines.vllm.params import read_asked
 
     try:
         asked = read_asked(params)

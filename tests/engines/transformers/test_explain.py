@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import AutoModelForCausalLM
 
 from foretrace.attribute import Attribute
-from foretrace.engines.explain import explain
 from foretrace.engines.transformers import SteeringProcessor
+from foretrace.engines.transformers.explain import explain
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead

@@ -12,13 +12,13 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace.attribute import Attribute
-from foretrace.engines.spelling import mentions
+from foretrace.engines.token_bytes import mentions
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROMPTS = ["The weather in Paris", "She opened the door and", "My"]
 NEW, TOLERANCE = 12, 1e-3
 

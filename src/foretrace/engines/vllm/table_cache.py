@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from foretrace.attribute import Attribute, AttributeStore, Expression
-from foretrace.engines.asked import Asked
-from foretrace.engines.shelf import Lease, Shelf
-from foretrace.engines.spelling import Spelling
+from foretrace.engines.token_bytes import Spelling
+from foretrace.engines.vllm.disk_cache import Lease, Shelf
+from foretrace.engines.vllm.params import Asked
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 import foretrace as ft
-from foretrace.engines.spelling import spelled
+from foretrace.engines.token_bytes import spelled
 from foretrace.errors import InvalidInputError
 from tiny_lm import word_tokenizer
 
