@@ -15,11 +15,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from engines.test_asked import NAMES, anything
-
+from engines.vllm.test_params import NAMES, anything
 from foretrace.attribute import Attribute, AttributeStore
-from foretrace.engines.vllm.params import read_asked
-from foretrace.engines.vllm.table_cache import Library
+from foretrace.engines.vllm.params import parse
+from foretrace.engines.vllm.table_cache import TableCache
 from foretrace.hmm import HMM
 from harness import Report, options
 
@@ -45,17 +44,17 @@ def main() -> None:
     report.publish(asked.json)
 
 
-def _library(folder: Path) -> Library:
+def _library(folder: Path) -> TableCache:
     """Make a library of the attributes that the requests name."""
     store = AttributeStore(folder / "attributes")
     for place, name in enumerate(NAMES):
         weights = torch.rand(WORDS, generator=torch.Generator().manual_seed(place))
         store.add(Attribute.from_weights(weights, name=name.strip('"')))
     hmm = HMM.random(16, WORDS, eos_token_id=0, seed=0)
-    return Library(hmm, folder / "attributes", folder / "tables", horizon=64)
+    return TableCache(hmm, folder / "attributes", folder / "tables", horizon=64)
 
 
-def _fuzz(library: Library, count: int, seen: dict[str, int], times: list[float]) -> None:
+def _fuzz(library: TableCache, count: int, seen: dict[str, int], times: list[float]) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -67,7 +66,7 @@ def _fuzz(library: Library, count: int, seen: dict[str, int], times: list[float]
     def admit(request: dict[str, Any]) -> None:
         began = thread_time()
         try:
-            asked = read_asked(request)
+            asked = parse(request)
             if asked is not None:
                 library.admit(asked)
             seen["admitted"] += 1

@@ -13,8 +13,8 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace.engines.vllm.params import Asked, read_asked
-from foretrace.engines.vllm.table_cache import Library
+from foretrace.engines.vllm.params import SteeringParams, parse
+from foretrace.engines.vllm.table_cache import TableCache
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from harness import Report, options
@@ -35,7 +35,7 @@ def main() -> None:
         _fill(folder, count)
         began, before = perf_counter(), _resident()
         hmm = HMM.from_pretrained(EXAMPLE)
-        library = Library(hmm, folder, Path(scratch) / "tables")
+        library = TableCache(hmm, folder, Path(scratch) / "tables")
         report.add("start: HMM and folder", perf_counter() - began, "s")
         began = perf_counter()
         listed = len(library.names())
@@ -55,7 +55,7 @@ def _fill(folder: Path, count: int) -> None:
         write_random(folder, name, hmm.vocab_size, share=share, known=known, seed=place)
 
 
-def _use(report: Report, library: Library, count: int) -> None:
+def _use(report: Report, library: TableCache, count: int) -> None:
     """Use some for the first time, and again; then name one that is not there."""
     cold, warm, ready = [], [], []
     for place in range(0, count, count // (2 * COLD)):
@@ -80,8 +80,8 @@ def _use(report: Report, library: Library, count: int) -> None:
         report.add(f"a name that is not there ({error})", 1000 * (perf_counter() - began), "ms")
 
 
-def _asked(goal: str) -> Asked:
-    asked = read_asked({"goal": goal})
+def _asked(goal: str) -> SteeringParams:
+    asked = parse({"goal": goal})
     assert asked is not None
     return asked
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 import foretrace as ft
-from foretrace.engines.token_bytes import spelled
+from foretrace.engines.token_bytes import decode_vocabulary
 from foretrace.errors import InvalidInputError
 from tiny_lm import word_tokenizer
 
@@ -56,7 +56,7 @@ def sentence_piece() -> Any:
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=20))
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()])
 def test_texts_are_spelled_by_their_tokens(tokenizer: Any, text: str) -> None:
-    known = spelled(tokenizer)
+    known = decode_vocabulary(tokenizer)
     found = b"".join(known[token] for token in tokenizer(text).input_ids)
     assert found.removeprefix(b" ") == text.encode().removeprefix(b" ")
 
@@ -64,7 +64,7 @@ def test_texts_are_spelled_by_their_tokens(tokenizer: Any, text: str) -> None:
 def test_tokens_that_control_spell_nothing_and_others_what_they_say() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    known = spelled(tokenizer)
+    known = decode_vocabulary(tokenizer)
     assert known[tokenizer.eos_token_id] == b""
     assert known[tokenizer.convert_tokens_to_ids("<think>")] == b"<think>"
 
@@ -80,4 +80,4 @@ def test_what_is_mentioned_is_found_in_texts() -> None:
 
 def test_another_kind_of_tokenizer_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="byte-level or SentencePiece"):
-        spelled(word_tokenizer())
+        decode_vocabulary(word_tokenizer())

@@ -35,8 +35,8 @@ def account_for(
     candidates: int,
 ) -> Account:
     """Account for what was written after a prompt; `max_new_tokens` is what it might have been."""
-    from foretrace.engines.transformers.explain import explain
     from foretrace.engines.transformers import decode_after, stop_tokens
+    from foretrace.engines.transformers.explain import explain
 
     @cache
     def shown(token: int) -> str:

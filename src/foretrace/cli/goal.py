@@ -84,14 +84,14 @@ def load_goals(
 ) -> "list[Goal]":
     """Build the goals that were asked for, each with its strength and shift; constraints last."""
     from foretrace.attribute import AttributeStore, Expression, parse
-    from foretrace.engines.token_bytes import Spelling
+    from foretrace.engines.token_bytes import TokenBytes
     from foretrace.engines.vllm.params import constraint
     from foretrace.errors import InvalidInputError
     from foretrace.lookahead import Lookahead
     from foretrace.steering import Goal
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
-    spelling = cache(Spelling.of)  # if it is needed at all, and then once
+    spelling = cache(TokenBytes.of)  # if it is needed at all, and then once
 
     def lookahead(expression: Expression, reach: int = horizon) -> Lookahead:
         built = expression.build(store, lambda each: spelling(tokenizer).mentions(each.texts))

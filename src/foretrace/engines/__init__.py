@@ -1,1 +1,1 @@
-"""Engines that people run already, and how foretrace steers in them."""
+"""Integrations with inference engines."""

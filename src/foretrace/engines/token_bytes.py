@@ -1,4 +1,4 @@
-"""What tokens stand for in a text: bytes, whatever the tokenizer; and goals that texts occur."""
+"""The bytes that each token adds to a text, and attributes that a text contains a string."""
 
 import re
 from collections.abc import Sequence
@@ -14,80 +14,101 @@ from foretrace.vocabulary import fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPACE = "\u2581"  # how SentencePiece writes one
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 PROBE = "Is it 12, or naïve 漢字 (\N{GRINNING FACE})?\n\tYes."
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """What each token of a tokenizer adds to a text."""
+class TokenBytes:
+    """The bytes that each token of a tokenizer adds to a text."""
 
     tokens: Sequence[bytes]
     tokenizer_fingerprint: str | None = None
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Find it out; ask it for several texts rather than the tokenizer for each."""
-        return cls(spelled(tokenizer), fingerprint(tokenizer.get_vocab()))
+        """Compute the bytes of all tokens, which takes a moment: keep the result for several uses.
+
+        Raises:
+            InvalidInputError: The tokenizer is neither byte-level nor SentencePiece.
+        """
+        return cls(decode_vocabulary(tokenizer), fingerprint(tokenizer.get_vocab()))
 
     def mentions(self, texts: str | Sequence[str]) -> Attribute:
-        """Make the attribute that a text contains this one, or any of these."""
+        """Return the attribute that a text contains one of these strings."""
         known = self.tokenizer_fingerprint
         return Attribute.occurrence(texts, self.tokens, tokenizer_fingerprint=known)
 
     @cached_property
     def identity(self) -> int:
-        """Name it by its content."""
+        """A checksum of the content."""
         return crc32(b"\0".join(self.tokens))
 
 
 def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Attribute:
-    """Make the attribute that a text contains this one, or any of these: 1 or 0, no doubt.
+    """Return the attribute that a text contains a string, or one of several.
 
-    Capitals count, and a text may be found within a word. It joins others as any attribute does:
-    `nontoxic & mentions("refund", tokenizer) & ~mentions(["sorry", "apolog"], tokenizer)`.
+    Its probability is 1 or 0. Case matters, and a string is also found within words. It combines
+    with other attributes by `&`, `|` and `~`.
+
+    Args:
+        texts: One string, or several of which any may occur.
+        tokenizer: The LM's tokenizer.
+
+    Returns:
+        An attribute.
+
+    Raises:
+        InvalidInputError: A string is empty or too long, or the tokenizer is neither byte-level nor
+            SentencePiece.
+
+    Example:
+        >>> refund = ft.mentions("refund", tokenizer)
+        >>> ids = tokenizer(["no refund", "no money"]).input_ids
+        >>> refund.probability(ids).tolist()
+        [1.0, 0.0]
     """
-    return Spelling.of(tokenizer).mentions(texts)
+    return TokenBytes.of(tokenizer).mentions(texts)
 
 
-def spelled(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
-    """Give what each token adds to a text: nothing, if it controls the text or is not in use."""
+def decode_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
+    """Return the bytes of each token: none for special tokens and for ids that are not in use."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    found = [b""] * (max(vocabulary.values()) + 1)
-    letters = _letters() if SPACE not in vocabulary else None
+    token_bytes = [b""] * (max(vocabulary.values()) + 1)
+    byte_of = _byte_level_alphabet() if SPACE not in vocabulary else None
     added = tokenizer.added_tokens_decoder
     for token, index in vocabulary.items():
         if index in added:
-            found[index] = b"" if added[index].special else added[index].content.encode()
-        elif letters is not None:
-            found[index] = bytes(letters[each] for each in token if each in letters)
+            token_bytes[index] = b"" if added[index].special else added[index].content.encode()
+        elif byte_of is not None:
+            token_bytes[index] = bytes(byte_of[letter] for letter in token if letter in byte_of)
         elif byte := BYTE.fullmatch(token):
-            found[index] = bytes([int(byte[1], 16)])
+            token_bytes[index] = bytes([int(byte[1], 16)])
         else:
-            found[index] = token.replace(SPACE, " ").encode()
-    _check(tokenizer, found)
-    return found
+            token_bytes[index] = token.replace(SPACE, " ").encode()
+    _check(tokenizer, token_bytes)
+    return token_bytes
 
 
-def _letters() -> dict[str, int]:
-    """Give the byte that each letter of a byte-level vocabulary stands for.
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each letter of a byte-level vocabulary, as GPT-2 defines it.
 
-    Bytes that can be printed are themselves, the others follow from 256 on, as GPT-2 has it.
+    Printable bytes stand for themselves; the others are mapped to code points from 256 on.
     """
-    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printed} | shifted
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
 
 
-def _check(tokenizer: "PreTrainedTokenizerBase", found: Sequence[bytes]) -> None:
-    """Raise unless a text is spelled by its own tokens, but for a space before it."""
+def _check(tokenizer: "PreTrainedTokenizerBase", token_bytes: Sequence[bytes]) -> None:
+    """Raise unless the tokens of a text add up to the text, apart from a leading space."""
     ids = tokenizer(PROBE, add_special_tokens=False).input_ids
-    text = b"".join(found[each] for each in ids)
+    text = b"".join(token_bytes[i] for i in ids)
     if text.lstrip() != PROBE.encode():
         raise InvalidInputError(
-            f"It is not known what the tokens of {type(tokenizer).__name__} stand for: it writes "
-            f"{PROBE!r} as {text!r}. Texts that must occur or not need a byte-level or "
-            f"SentencePiece tokenizer."
+            f"The bytes of the tokens of {type(tokenizer).__name__} are not known: {PROBE!r} "
+            f"becomes {text!r}. Required and forbidden texts need a byte-level or SentencePiece "
+            f"tokenizer."
         )

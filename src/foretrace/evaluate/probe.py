@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foretrace.engines.transformers import left_padded, placed
+from foretrace.engines.transformers.padding import model_inputs, pad_left
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class Probe:
 def states_after(lm: "PreTrainedModel", prefix: Sequence[int], tokens: Sequence[int]) -> Floats:
     """Read the LM's last hidden state after the prefix and each token: (tokens, size)."""
     distinct = sorted(set(tokens))
-    given = placed(*left_padded([[*prefix, token] for token in distinct], 0), lm.device)
+    given = model_inputs(*pad_left([[*prefix, token] for token in distinct], 0), lm.device)
     hidden = lm(**given, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][:, -1]
     rows = dict(zip(distinct, hidden.double().cpu().numpy(), strict=True))
     return np.stack([rows[token] for token in tokens])

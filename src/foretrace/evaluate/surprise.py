@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretrace.engines.transformers import left_padded, placed
+from foretrace.engines.transformers.padding import model_inputs, pad_left
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def _nats(
     most = max(counts)
     if not most:
         return [None] * len(rows)
-    given = placed(*left_padded(rows, 0), model.device)
+    given = model_inputs(*pad_left(rows, 0), model.device)
     logits: Tensor = model(**given, logits_to_keep=most + 1).logits[:, -most - 1 : -1]
     chosen = given["input_ids"][:, -most:, None]
     # Row by row: all at once in float32 they would be hundreds of megabytes, twice.

@@ -65,5 +65,5 @@ def test_after_the_prompt_it_is_the_lookaheads_own(tiny_lm: Path, goals: list[Go
 
 
 def test_nothing_to_explain_is_refused(goals: list[Goal]) -> None:
-    with pytest.raises(InvalidInputError, match="give a prompt"):
+    with pytest.raises(InvalidInputError, match="needs a prompt"):
         explain(None, PROMPT, [], goals)  # type: ignore[arg-type]

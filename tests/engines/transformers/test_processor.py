@@ -119,7 +119,7 @@ def test_the_state_is_a_cache(
     processor = SteeringProcessor(goals, prompt_mask=mask["attention_mask"], max_new_tokens=NEW)
     torch.manual_seed(0)
     cached = write(lm, tokenizer, PROMPTS, [], processor=processor, **options)
-    processor.matching = Forgetful(hmm)
+    processor.tracker = Forgetful(hmm)
     torch.manual_seed(0)
     assert write(lm, tokenizer, PROMPTS, [], processor=processor, **options) == cached
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_one_line(lm: Any, tokenizer: Any, goals: list[Goal]) -> None:
 def test_what_does_not_fit_is_refused(lm: Any, tokenizer: Any, hmm: HMM, goals: list[Goal]) -> None:
     mask = torch.ones(2, 3)
     other = Goal(Lookahead(HMM.random(4, VOCAB), goals[0].lookahead.attribute, 3))
-    with pytest.raises(InvalidInputError, match="one and the same HMM"):
+    with pytest.raises(InvalidInputError, match="the same HMM"):
         SteeringProcessor([goals[0], other], prompt_mask=mask, max_new_tokens=3)
     with pytest.raises(InvalidInputError, match="each of the 2 prompts"):
         SteeringProcessor([[goals[0]]], prompt_mask=mask, max_new_tokens=3)
@@ -180,3 +180,9 @@ def test_what_does_not_fit_is_refused(lm: Any, tokenizer: Any, hmm: HMM, goals: 
     goal = Goal(Lookahead(named, goals[0].lookahead.attribute, 3))
     with pytest.raises(TokenizerMismatchError):
         generate(lm, tokenizer, PROMPTS, goal=goal)
+
+
+def test_one_text_instead_of_a_list_is_refused() -> None:
+    """A string is a sequence of texts, of one letter each: five prompts for "Hello"."""
+    with pytest.raises(InvalidInputError, match="must be a list of texts"):
+        generate(object(), object(), "Hello")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.engines.transformers.sampler import LIKELIEST, Sampler, draw_nucleus
+from foretrace.engines.transformers.sampler import TOP_K, Sampler, draw_nucleus
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
@@ -67,11 +67,11 @@ def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goa
 def test_a_nucleus_is_exact_whether_it_is_small_or_large() -> None:
     """Against transformers' own, which sorts: the same tokens can be drawn, equally often."""
     torch.manual_seed(0)
-    size = 3 * LIKELIEST
+    size = 3 * TOP_K
     sharp, flat = torch.randn(size) * 8, torch.randn(size) * 0.1
     logits = torch.stack([sharp, flat])
     kept = TopPLogitsWarper(TOP_P)(torch.zeros(2, 1), logits.clone()).log_softmax(-1)
-    assert int(kept[1].isfinite().sum()) > LIKELIEST
+    assert int(kept[1].isfinite().sum()) > TOP_K
     for _ in range(50):
         tokens, nats = draw_nucleus(logits, TOP_P)
         torch.testing.assert_close(nats, kept.gather(1, tokens[:, None])[:, 0])

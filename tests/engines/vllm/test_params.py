@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foretrace.attribute import parse
-from foretrace.engines.vllm.params import MOST_GOALS, MOST_NAMES, Asked, read_asked
+from foretrace.attribute import parse as parse_expression
+from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, SteeringParams, parse
 from foretrace.errors import InvalidInputError
 
 NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'mentions("a")']
@@ -17,31 +17,29 @@ SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
 
 
 def test_goals_and_numbers() -> None:
-    assert read_asked(None) is None
-    assert read_asked({"kv_transfer_params": {"a": 1}}) is None
-    asked = read_asked(
-        {"goal": "a & ~b", "strength": 3, "shift": "-2.5", "horizon": 10, "other": 1}
-    )
+    assert parse(None) is None
+    assert parse({"kv_transfer_params": {"a": 1}}) is None
+    asked = parse({"goal": "a & ~b", "strength": 3, "shift": "-2.5", "horizon": 10, "other": 1})
     assert asked is not None
     assert asked.goals[0].expression.names == ("a", "b")
     assert (asked.goals[0].strength, asked.goals[0].shift, asked.horizon) == (3.0, -2.5, 10)
-    several = read_asked({"goal": ["a", "b | c"], "strength": [1, 2], "shift": 4, "neutral_end": 1})
+    several = parse({"goal": ["a", "b | c"], "strength": [1, 2], "shift": 4, "neutral_end": 1})
     assert several is not None
     assert [(goal.strength, goal.shift) for goal in several.goals] == [(1.0, 4.0), (2.0, 4.0)]
     assert several.neutral_end
-    assert read_asked({"goal": "a", "neutral_end": "False"}) == read_asked({"goal": "a"})
+    assert parse({"goal": "a", "neutral_end": "False"}) == parse({"goal": "a"})
 
 
 def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
-    asked = read_asked({"must_contain": ["a", "b"], "must_not_contain": "c", "strength": 3})
+    asked = parse({"must_contain": ["a", "b"], "must_not_contain": "c", "strength": 3})
     assert asked is not None
     (goal,) = asked.goals
-    assert goal.expression == parse('mentions("a") & (mentions("b") & ~mentions("c"))')
+    assert goal.expression == parse_expression('mentions("a") & (mentions("b") & ~mentions("c"))')
     assert (goal.strength, goal.shift) == (3.0, 0.0)  # there is no other goal that it could be of
-    joined = read_asked({"goal": "x", "strength": 2, "must_not_contain": ["c", "d"]})
+    joined = parse({"goal": "x", "strength": 2, "must_not_contain": ["c", "d"]})
     assert joined is not None
     assert [goal.strength for goal in joined.goals] == [2.0, 1.0]
-    assert joined.goals[1].expression == parse('~mentions("c", "d")')
+    assert joined.goals[1].expression == parse_expression('~mentions("c", "d")')
 
 
 @pytest.mark.parametrize(
@@ -53,12 +51,12 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"goal": ""}, "must be an expression"),
         ({"goal": 5}, "must be an expression"),
         ({"goal": []}, "1 to"),
-        ({"goal": ["a"] * (MOST_GOALS + 1)}, "1 to"),
-        ({"goal": ["a"] * MOST_GOALS, "must_contain": "b"}, "beside what must occur"),
+        ({"goal": ["a"] * (MAX_GOALS + 1)}, "1 to"),
+        ({"goal": ["a"] * MAX_GOALS, "must_contain": "b"}, "and a required"),
         ({"must_contain": "a", "strength": "much"}, "must be a number"),
         ({"goal": "a &"}, "ends where a name"),
         ({"goal": "a" * 2000}, "characters at most"),
-        ({"goal": "&".join(["a"] * (MOST_NAMES + 1))}, "times at most"),
+        ({"goal": "&".join(["a"] * (MAX_NAMES + 1))}, "times at most"),
         ({"goal": "a", "strength": 0}, "above 0"),
         ({"goal": "a", "strength": True}, "must be a number"),
         ({"goal": "a", "strength": float("nan")}, "must be a number"),
@@ -73,7 +71,7 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"must_contain": []}, "must be a text"),
         ({"must_not_contain": ["a", 3]}, "must be a text"),
         ({"must_contain": "a" * 300}, "bytes together"),
-        ({"must_contain": [*"abcdefghijklmnopq"]}, "16 texts"),
+        ({"must_contain": [*"abcdefghijklmnopq"]}, "16 required"),
         ({"must_contain": "\ud800"}, "characters"),
         ({"goal": 'mentions("a")', "must_contain": "b"}, "Join them by &"),
         ({"goal": 'mentions("\\ud800")'}, "characters"),
@@ -81,7 +79,7 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
 )
 def test_what_is_wrong_is_said(given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
-        read_asked(given)
+        parse(given)
 
 
 def _expressions() -> st.SearchStrategy[str]:
@@ -133,8 +131,8 @@ def test_anything_is_read_or_refused(given: dict[str, Any]) -> None:
     gc.disable()  # what hypothesis leaves behind is not to be swept in this time
     try:
         began = thread_time()
-        found = read_asked(given)
-        assert found is None or isinstance(found, Asked)
+        found = parse(given)
+        assert found is None or isinstance(found, SteeringParams)
     except InvalidInputError:
         pass
     finally:

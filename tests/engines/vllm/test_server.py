@@ -20,7 +20,7 @@ from foretrace.attribute import Attribute
 from foretrace.cli.playground.author import Wish
 from foretrace.cli.playground.server import ServerAuthor
 from foretrace.engines.transformers import generate_tokens
-from foretrace.engines.vllm.params import read_asked
+from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
@@ -137,7 +137,7 @@ def _by_transformers(
 def _goals(
     hmm: HMM, tokenizer: Any, loaded: dict[str, Attribute], given: dict[str, Any]
 ) -> list[ft.Goal]:
-    asked = read_asked(given)
+    asked = parse(given)
     return [
         ft.Goal(
             ft.Lookahead(

@@ -1,4 +1,4 @@
-"""The library: tables built once, by whoever admits, and read by whoever decodes."""
+"""The cache: tables built once, by whoever admits, and read by whoever decodes."""
 
 import os
 from functools import partial
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from foretrace.attribute import Attribute
-from foretrace.engines.token_bytes import Spelling
-from foretrace.engines.vllm.params import Asked, read_asked
-from foretrace.engines.vllm.table_cache import Library
+from foretrace.engines.token_bytes import TokenBytes
+from foretrace.engines.vllm.params import SteeringParams, parse
+from foretrace.engines.vllm.table_cache import TableCache
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -39,24 +39,24 @@ def _write(folder: Path, name: str, seed: int) -> Attribute:
     return attribute
 
 
-def _asked(goal: str | list[str], **more: object) -> Asked:
-    asked = read_asked({"goal": goal, **more})
-    assert asked is not None
-    return asked
+def _params(goal: str | list[str], **more: object) -> SteeringParams:
+    params = parse({"goal": goal, **more})
+    assert params is not None
+    return params
 
 
-def _library(hmm: HMM, folder: Path, memory: int = 1 << 30, disk: int = 1 << 30) -> Library:
+def _cache(hmm: HMM, folder: Path, memory: int = 1 << 30, disk: int = 1 << 30) -> TableCache:
     tables = folder.parent / "tables"
-    return Library(hmm, folder, tables, horizon=HORIZON, memory=memory, disk=disk)
+    return TableCache(hmm, folder, tables, horizon=HORIZON, memory=memory, disk=disk)
 
 
 @pytest.mark.parametrize("goal", ["nontoxic", "nontoxic & ~formal", "~(formal | mixed)"])
 def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: str) -> None:
-    asked = _asked(goal, strength=2, neutral_end=1)
-    keys = _library(hmm, folder).admit(asked)
+    params = _params(goal, strength=2, neutral_end=1)
+    keys = _cache(hmm, folder).admit(params)
     for file in folder.iterdir():
         file.unlink()  # after admission: the request is served all the same
-    (found,) = _library(hmm, folder).goals(asked, keys)
+    (found,) = _cache(hmm, folder).goals(params, keys)
     assert found.strength == 2
     assert found.neutral_end
     for place, name in enumerate(("nontoxic", "formal", "mixed")):
@@ -65,21 +65,21 @@ def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: st
         name: Attribute.load(folder / f"{name}.safetensors")
         for name in ("nontoxic", "formal", "mixed")
     }
-    exact = Lookahead(hmm, asked.goals[0].expression.build(attributes), HORIZON)
+    exact = Lookahead(hmm, params.goals[0].expression.build(attributes), HORIZON)
     assert torch.equal(found.lookahead.tables.values, exact.tables.values)
     assert torch.equal(found.lookahead.token_weights, exact.token_weights)
 
 
 def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
-    (before,) = library.admit(_asked("formal"))
-    assert library.admit(_asked("formal")) == [before]
+    cache = _cache(hmm, folder)
+    (before,) = cache.admit(_params("formal"))
+    assert cache.admit(_params("formal")) == [before]
     _write(folder, "formal", 7)
-    assert library.admit(_asked("formal")) != [before]
-    (old,) = library.goals(_asked("formal"), [before])  # one that was admitted before
+    assert cache.admit(_params("formal")) != [before]
+    (old,) = cache.goals(_params("formal"), [before])  # one that was admitted before
     assert not torch.equal(
         old.lookahead.token_weights,
-        library.goals(_asked("formal"), library.admit(_asked("formal")))[0].lookahead.token_weights,
+        cache.goals(_params("formal"), cache.admit(_params("formal")))[0].lookahead.token_weights,
     )
 
 
@@ -87,150 +87,150 @@ def test_a_broken_file_is_refused_and_named_in_the_log(
     hmm: HMM, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "broken.safetensors").write_bytes(b"nothing of the kind")
-    library = _library(hmm, folder)
+    cache = _cache(hmm, folder)
     with pytest.raises(InvalidInputError, match="broken"):
-        library.admit(_asked("broken"))
+        cache.admit(_params("broken"))
     assert "broken" in caplog.text
-    assert library.admit(_asked("formal"))
+    assert cache.admit(_params("formal"))
 
 
 @pytest.mark.parametrize("name", ["../formal", "/etc/passwd", "..", "a/../formal", "x" * 300, "\0"])
 def test_names_do_not_leave_the_folder(hmm: HMM, folder: Path, name: str) -> None:
-    library = _library(hmm, folder / "inner")
+    cache = _cache(hmm, folder / "inner")
     (folder / "inner").mkdir()
     with pytest.raises(InvalidInputError, match="no attribute"):
-        library.admit(_asked(f'"{name}"'))
+        cache.admit(_params(f'"{name}"'))
 
 
 def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
+    cache = _cache(hmm, folder)
     with pytest.raises(InvalidInputError, match="Did you mean nontoxic"):
-        library.admit(_asked("nontoxc"))
+        cache.admit(_params("nontoxc"))
     with pytest.raises(InvalidInputError, match="6 tokens ahead"):
-        library.admit(_asked("formal", horizon=7))
+        cache.admit(_params("formal", horizon=7))
     folder.rename(folder.with_name("gone"))
     with pytest.raises(InvalidInputError, match="Check the spelling"):
-        library.admit(_asked("nontoxc"))
+        cache.admit(_params("nontoxc"))
 
 
 def test_too_many_terms_are_refused(hmm: HMM, folder: Path) -> None:
     many = " & ".join(["(nontoxic | formal)"] * 6)
-    with pytest.raises(InvalidInputError, match="16 is the most"):
-        _library(hmm, folder).admit(_asked(many))
+    with pytest.raises(InvalidInputError, match="16 are allowed"):
+        _cache(hmm, folder).admit(_params(many))
 
 
 def test_terms_of_all_goals_count_also_when_tables_are_there(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
+    cache = _cache(hmm, folder)
     goals = [
         "(nontoxic | formal) & ~mixed",
         "~formal | mixed",
         "(nontoxic | mixed) & ~mixed & ~formal",
     ]
     for goal in goals:
-        library.admit(_asked(goal))
-    with pytest.raises(InvalidInputError, match="come to 19 terms"):
-        library.admit(_asked(goals))
-    assert len(library.admit(_asked(goals[:2]))) == 2
+        cache.admit(_params(goal))
+    with pytest.raises(InvalidInputError, match="have 19 terms"):
+        cache.admit(_params(goals))
+    assert len(cache.admit(_params(goals[:2]))) == 2
 
 
 def test_sizes_are_checked_before_anything_is_computed(
     hmm: HMM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = Library(
-        hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=lambda: LETTERS
+    cache = TableCache(
+        hmm, folder, folder.parent / "tables", horizon=HORIZON, load_token_bytes=lambda: LETTERS
     )
-    monkeypatch.setattr(library, "_build", None)
-    monkeypatch.setattr(Spelling, "mentions", None)  # would go through the whole vocabulary
+    monkeypatch.setattr(cache, "_build", None)
+    monkeypatch.setattr(TokenBytes, "mentions", None)  # would go through the whole vocabulary
     for goal, why in {
         f'mentions("{"abcdefghijklmnopqrstuvwxyz" * 3}")': "79 states",
         'mentions("abcdefgh") & mentions("ijklmnop") & mentions("qrstuvwx")': "92 states",
         "nontoxic & ~mixed & ~formal & ~nontoxic & (formal | nontoxic | "
         '~mentions("abcdefghijklmnopqrstuvwxyz"))': "for all terms",
-        "~nontoxic & ~formal & ~mixed & (nontoxic | formal | mixed)": "is the most here",
+        "~nontoxic & ~formal & ~mixed & (nontoxic | formal | mixed)": "are allowed",
     }.items():
         with pytest.raises(InvalidInputError, match=why):
-            library.admit(_asked(goal))
+            cache.admit(_params(goal))
 
 
 def test_a_read_only_library_builds_nothing(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
-    library.read_only = True
+    cache = _cache(hmm, folder)
+    cache.read_only = True
     with pytest.raises(InvalidInputError, match="not built"):
-        library.admit(_asked("formal"))
-    assert not list(library.shelf.folder.iterdir())
-    keys = _library(hmm, folder).admit(_asked("formal"))
-    assert library.admit(_asked("formal")) == keys
+        cache.admit(_params("formal"))
+    assert not list(cache.disk.folder.iterdir())
+    keys = _cache(hmm, folder).admit(_params("formal"))
+    assert cache.admit(_params("formal")) == keys
 
 
 def test_leased_tables_are_not_evicted(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
-    library.admit(_asked("formal"))
-    size = sum(file.stat().st_size for file in library.shelf.folder.iterdir())
-    other = _library(hmm, folder, disk=size)  # as another process would
-    leases = library.lease(_asked("formal"))
+    cache = _cache(hmm, folder)
+    cache.admit(_params("formal"))
+    size = sum(file.stat().st_size for file in cache.disk.folder.iterdir())
+    other = _cache(hmm, folder, disk=size)  # as another process would
+    leases = cache.lease(_params("formal"))
     assert leases is not None
-    assert library.lease(_asked("mixed")) is None
+    assert cache.lease(_params("mixed")) is None
     with pytest.raises(InvalidInputError, match="does not fit"):
-        other.admit(_asked("mixed"))
+        other.admit(_params("mixed"))
     for lease in leases:
         lease.release()
         lease.release()
-    other.admit(_asked("mixed"))
-    assert library.lease(_asked("formal")) is None
+    other.admit(_params("mixed"))
+    assert cache.lease(_params("formal")) is None
 
 
 def test_the_decoding_process_does_not_build(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
-    keys = library.admit(_asked("formal"))
-    for file in library.shelf.folder.iterdir():
+    cache = _cache(hmm, folder)
+    keys = cache.admit(_params("formal"))
+    for file in cache.disk.folder.iterdir():
         file.unlink()
     with pytest.raises(ForetraceError):
-        library.goals(_asked("formal"), keys, build=False)
-    assert library.goals(_asked("formal"), keys)
+        cache.goals(_params("formal"), keys, build=False)
+    assert cache.goals(_params("formal"), keys)
 
 
 def _stored_size(hmm: HMM, folder: Path, name: str) -> int:
-    library = Library(hmm, folder, folder.parent / "measured", horizon=HORIZON)
-    library.admit(_asked(name))
-    return sum(file.stat().st_size for file in library.shelf.folder.iterdir())
+    cache = TableCache(hmm, folder, folder.parent / "measured", horizon=HORIZON)
+    cache.admit(_params(name))
+    return sum(file.stat().st_size for file in cache.disk.folder.iterdir())
 
 
 def test_memory_and_disk_have_their_budgets(hmm: HMM, folder: Path) -> None:
     one = Lookahead(hmm, Attribute.load(folder / "formal.safetensors"), HORIZON).nbytes
     events: list[str] = []
-    library = _library(hmm, folder, memory=2 * one, disk=_stored_size(hmm, folder, "formal") + 100)
-    library.observe = lambda event, value: events.append(event)
+    cache = _cache(hmm, folder, memory=2 * one, disk=_stored_size(hmm, folder, "formal") + 100)
+    cache.observe = lambda event, value: events.append(event)
     for name in ("nontoxic", "formal", "mixed", "mixed", "nontoxic"):
-        asked = _asked(name)
-        library.goals(asked, library.admit(asked))
+        params = _params(name)
+        cache.goals(params, cache.admit(params))
     assert events.count("hit") == 1  # mixed, the second time
-    assert len(library._kept) == 2
+    assert len(cache._kept) == 2
     assert events.count("build") == 4  # the disk holds one table
-    assert len(list(library.shelf.folder.glob("*.table"))) == 1
+    assert len(list(cache.disk.folder.glob("*.table"))) == 1
 
 
 def test_threads_build_a_table_once(hmm: HMM, folder: Path) -> None:
     events: list[str] = []
-    library = _library(hmm, folder)
-    library.observe = lambda event, value: events.append(event)
-    threads = [Thread(target=library.admit, args=(_asked("nontoxic & formal"),)) for _ in range(8)]
+    cache = _cache(hmm, folder)
+    cache.observe = lambda event, value: events.append(event)
+    threads = [Thread(target=cache.admit, args=(_params("nontoxic & formal"),)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert events.count("build") == 1
-    assert not library._building
+    assert not cache._building
 
 
 def test_what_was_admitted_is_not_exchanged(hmm: HMM, folder: Path) -> None:
     """Neither its file nor its table is there any more: better no text than another attribute's."""
-    library = _library(hmm, folder)
-    keys = library.admit(_asked("formal"))
+    cache = _cache(hmm, folder)
+    keys = cache.admit(_params("formal"))
     _write(folder, "formal", 7)
-    for file in library.shelf.folder.iterdir():
+    for file in cache.disk.folder.iterdir():
         file.unlink()
     with pytest.raises(ForetraceError):
-        library.goals(_asked("formal"), keys)
+        cache.goals(_params("formal"), keys)
 
 
 def test_a_folder_that_others_can_write_to_is_refused(hmm: HMM, folder: Path) -> None:
@@ -238,96 +238,105 @@ def test_a_folder_that_others_can_write_to_is_refused(hmm: HMM, folder: Path) ->
     mine.mkdir(parents=True)
     mine.chmod(0o777)
     with pytest.raises(InvalidInputError, match="others can write"):
-        _library(hmm, folder)
+        _cache(hmm, folder)
 
 
 def test_a_damaged_table_is_built_again(hmm: HMM, folder: Path) -> None:
-    library = _library(hmm, folder)
-    (key,) = library.admit(_asked("formal"))
-    library.shelf._files(key)[1].write_bytes(b"?")
-    assert library.goals(_asked("formal"), [key])
+    cache = _cache(hmm, folder)
+    (key,) = cache.admit(_params("formal"))
+    cache.disk._files(key)[1].write_bytes(b"?")
+    assert cache.goals(_params("formal"), [key])
 
 
-LETTERS = Spelling([b"", *(bytes([97 + place % 26]) for place in range(WORDS - 1))])
+LETTERS = TokenBytes([b"", *(bytes([97 + place % 26]) for place in range(WORDS - 1))])
 
 
 def test_what_must_occur_is_built_and_read_again(hmm: HMM, folder: Path) -> None:
-    asked = _asked('nontoxic & mentions("abc") & ~mentions("z", "y")')
+    params = _params('nontoxic & mentions("abc") & ~mentions("z", "y")')
     tables = folder.parent / "tables"
     admitting, decoding = (
-        Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS) for _ in range(2)
+        TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
+        for _ in range(2)
     )
-    keys = admitting.admit(asked)
-    (goal,) = decoding.goals(asked, keys)
+    keys = admitting.admit(params)
+    (goal,) = decoding.goals(params, keys)
     assert goal.lookahead.attribute.terms.states == 5  # what is forbidden is never left
     text = [[1, 2, 3], [1, 2, 3, 25], [3, 2, 1]]
     assert [each > 0 for each in goal.lookahead.attribute.probability(text)] == [True, False, False]
-    admitting.admit(asked, 3)
-    with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
-        admitting.admit(asked, 2)
+    admitting.admit(params, 3)
+    with pytest.raises(InvalidInputError, match="take 3 tokens at least"):
+        admitting.admit(params, 2)
 
 
 def test_texts_that_are_too_much_are_refused(hmm: HMM, folder: Path) -> None:
-    asked = _asked("nontoxic", must_contain=["abcdefgh", "ijklmnop", "qrstuvwx"])
-    with pytest.raises(InvalidInputError, match="does not know its tokenizer"):
-        _library(hmm, folder).admit(asked)
+    params = _params("nontoxic", must_contain=["abcdefgh", "ijklmnop", "qrstuvwx"])
+    with pytest.raises(InvalidInputError, match="does not know"):
+        _cache(hmm, folder).admit(params)
     tables = folder.parent / "tables"
-    knowing = Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS)
-    with pytest.raises(InvalidInputError, match="64 states is the most"):
-        knowing.admit(asked)
+    cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
+    with pytest.raises(InvalidInputError, match="At most 64 states"):
+        cache.admit(params)
 
 
 def test_texts_alone_are_one_term_however_many(hmm: HMM, folder: Path) -> None:
     tables = folder.parent / "tables"
-    knowing = Library(hmm, folder, tables, horizon=HORIZON, spelled=lambda: LETTERS)
-    knowing.admit(_asked(" & ".join(f'~mentions("{letter}")' for letter in "abcdefghijkl")))
+    cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
+    cache.admit(_params(" & ".join(f'~mentions("{letter}")' for letter in "abcdefghijkl")))
 
 
 def test_saved_goals_that_remember_are_checked_as_well(hmm: HMM, folder: Path) -> None:
     for name in ("abc", "xyz"):
         occurs = Attribute.occurrence(name, LETTERS.tokens)
         occurs.save(folder / f"{name}.safetensors")
-    library = _library(hmm, folder)
-    with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
-        library.admit(_asked("abc"), 2)
+    cache = _cache(hmm, folder)
+    with pytest.raises(InvalidInputError, match="take 3 tokens at least"):
+        cache.admit(_params("abc"), 2)
     with pytest.raises(InvalidInputError, match="Join them by &"):
-        library.admit(_asked(["abc", "xyz"]), 20)
+        cache.admit(_params(["abc", "xyz"]), 20)
 
 
 def test_another_spelling_is_another_table(hmm: HMM, folder: Path) -> None:
     tables, keys = folder.parent / "tables", []
-    other = Spelling([b"", *LETTERS.tokens[:0:-1]])
-    for spelling in (LETTERS, other):
-        library = Library(
-            hmm, folder, tables, horizon=HORIZON, spelled=partial(Spelling, spelling.tokens)
+    other = TokenBytes([b"", *LETTERS.tokens[:0:-1]])
+    for token_bytes in (LETTERS, other):
+        cache = TableCache(
+            hmm,
+            folder,
+            tables,
+            horizon=HORIZON,
+            load_token_bytes=partial(TokenBytes, token_bytes.tokens),
         )
-        keys += library.admit(_asked('mentions("ab")'))
+        keys += cache.admit(_params('mentions("ab")'))
     assert keys[0] != keys[1]
 
 
 def test_a_tokenizer_that_fails_is_asked_once(hmm: HMM, folder: Path) -> None:
-    asked = []
+    params = []
 
-    def failing() -> Spelling:
-        asked.append(1)
+    def failing() -> TokenBytes:
+        params.append(1)
         raise InvalidInputError("It spells nothing.")
 
-    library = Library(hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=failing)
+    cache = TableCache(
+        hmm, folder, folder.parent / "tables", horizon=HORIZON, load_token_bytes=failing
+    )
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="cannot be used: It spells nothing"):
-            library.admit(_asked('mentions("ab")'))
-    assert asked == [1]
+            cache.admit(_params('mentions("ab")'))
+    assert params == [1]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_once(hmm: HMM, folder: Path) -> None:
     tried = []
 
-    def absent() -> Spelling:
+    def absent() -> TokenBytes:
         tried.append(1)
         raise OSError("no such repository")
 
-    library = Library(hmm, folder, folder.parent / "tables", horizon=HORIZON, spelled=absent)
+    cache = TableCache(
+        hmm, folder, folder.parent / "tables", horizon=HORIZON, load_token_bytes=absent
+    )
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="tokenizer cannot be used: its log says why"):
-            library.admit(_asked('mentions("ab")'))
+            cache.admit(_params('mentions("ab")'))
     assert tried == [1]

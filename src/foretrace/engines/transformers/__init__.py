@@ -1,17 +1,13 @@
-"""Steering in transformers."""
+"""Steering in transformers: a logits processor, generation in one call, and explanations."""
 
-from foretrace.engines.transformers.processor import (
-    Goals,
-    SteeringProcessor,
+from foretrace.engines.transformers.generate import (
     decode_after,
     encode_prompts,
     generate,
     generate_tokens,
-    left_padded,
-    placed,
     stop_tokens,
-    to_the_end,
 )
+from foretrace.engines.transformers.processor import Goals, SteeringProcessor
 
 __all__ = [
     "Goals",
@@ -20,8 +16,5 @@ __all__ = [
     "encode_prompts",
     "generate",
     "generate_tokens",
-    "left_padded",
-    "placed",
     "stop_tokens",
-    "to_the_end",
 ]

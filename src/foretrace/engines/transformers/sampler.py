@@ -1,7 +1,8 @@
-"""Many continuations of each prompt, fast: the prompt is read once, and no vocabulary is sorted.
+"""Fast top-p sampling of many continuations for each prompt.
 
-What `generate` of transformers would draw with `top_p` and `num_return_sequences`, and beside it
-the probability of all that was drawn.
+The result is distributed as that of `generate` in transformers with `top_p` and
+`num_return_sequences`. The prompt is processed once for all continuations, the vocabulary is not
+sorted, and the log-probability of each continuation is returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,22 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretrace.engines.transformers import (
-    Goals,
-    SteeringProcessor,
-    left_padded,
-    placed,
-    to_the_end,
-)
+from foretrace.engines.transformers.padding import cut_at_end, model_inputs, pad_left
+from foretrace.engines.transformers.processor import Goals, SteeringProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LIKELIEST = 1024  # tokens that hold the nucleus almost always
+TOP_K = 1024  # the nucleus is almost always among so many tokens
 
 
 class Drawn(NamedTuple):
-    """A continuation, with its end of text, and its log-probability under what drew it."""
+    """A continuation with its end-of-text token, and its log-probability when it was sampled."""
 
     tokens: list[int]
     log_probability: float
@@ -34,11 +30,24 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws from a language model, steered or bare, by top-p."""
+    """Sample continuations from a language model, steered or bare, by top-p.
+
+    Args:
+        model: A causal LM of transformers.
+        ends: Tokens that end a text.
+        max_new_tokens: Tokens to generate at most.
+        top_p: Probability of the nucleus.
+
+    Example:
+        >>> from foretrace.engines.transformers.sampler import Sampler
+        >>> sampler = Sampler(model, ends=[0], max_new_tokens=4)
+        >>> continuations = sampler.draw([[5, 6], [7]], copies=3)
+        >>> [len(row) for row in continuations]
+        [3, 3]
+    """
 
     model: "PreTrainedModel"
     ends: Sequence[int]
-    """Tokens that end a text."""
     max_new_tokens: int = 20
     top_p: float = 0.9
 
@@ -46,69 +55,97 @@ class Sampler:
     def draw(
         self, prompts: Sequence[Sequence[int]], copies: int, goals: Goals = ()
     ) -> list[list[Drawn]]:
-        """Continue each prompt `copies` times; goals are those of all, or of each prompt."""
+        """Sample continuations.
+
+        Args:
+            prompts: Token ids of each prompt.
+            copies: Continuations of each prompt.
+            goals: Goals for all prompts, or a sequence of goals for each prompt.
+
+        Returns:
+            For each prompt, its continuations.
+        """
         from transformers import DynamicCache
 
-        ids, mask = left_padded(prompts, 0)
+        ids, mask = pad_left(prompts, 0)
         processor = self.processor(goals, prompts, mask)
         cache = DynamicCache()
-        logits = self._read(ids, mask, cache).repeat_interleave(copies, 0)
+        logits = self._forward(ids, mask, cache).repeat_interleave(copies, 0)
         cache.batch_repeat_interleave(copies)
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
-        start, likely = ids.shape[1], []
-        over = torch.zeros(len(ids), dtype=torch.bool)
+        start, log_probabilities = ids.shape[1], []
+        ended = torch.zeros(len(ids), dtype=torch.bool)
         ends = torch.tensor(list(self.ends), dtype=torch.long)
         for left in reversed(range(self.max_new_tokens)):
             tokens, nats = draw_nucleus(processor(ids, logits), self.top_p)
             tokens, nats = tokens.cpu(), nats.cpu()
-            likely.append(nats.masked_fill(over, 0.0))
+            log_probabilities.append(nats.masked_fill(ended, 0.0))
             ids = torch.cat([ids, tokens[:, None]], 1)
-            over |= torch.isin(tokens, ends)
-            if left == 0 or bool(over.all()):
+            ended |= torch.isin(tokens, ends)
+            if left == 0 or bool(ended.all()):
                 break
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            logits = self._read(tokens[:, None], mask, cache)
-        totals = torch.stack(likely).sum(0).tolist()
-        rows = [to_the_end(row, self.ends) for row in ids[:, start:].tolist()]
-        found = [Drawn(*each) for each in zip(rows, totals, strict=True)]
-        return [found[at : at + copies] for at in range(0, len(found), copies)]
+            logits = self._forward(tokens[:, None], mask, cache)
+        totals = torch.stack(log_probabilities).sum(0).tolist()
+        rows = [cut_at_end(row, self.ends) for row in ids[:, start:].tolist()]
+        drawn = [Drawn(row, total) for row, total in zip(rows, totals, strict=True)]
+        return [drawn[i : i + copies] for i in range(0, len(drawn), copies)]
 
     def processor(
         self, goals: Goals, prompts: Sequence[Sequence[int]], mask: Tensor
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Give what changes logits, (rows, V), by the ids of rows so far; to try another way."""
+        """Return the function that maps (ids of the rows so far, logits) to steered logits.
+
+        A subclass can override it to try another way of steering.
+        """
         return SteeringProcessor(
             goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
         )
 
-    def _read(self, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
-        """Let the LM read more tokens, and give the logits of the next: (rows, V) float32."""
-        given = placed(ids, mask, self.model.device)
-        read = self.model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = read.logits[:, -1]
+    def _forward(self, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
+        """Run the LM on new tokens, and return the logits of the next: (rows, V) float32."""
+        inputs = model_inputs(ids, mask, self.model.device)
+        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
         return logits.float()
 
 
 def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Draw from the likeliest tokens that have the probability `top_p`: tokens, log-probabilities.
+    """Sample from the smallest set of the most probable tokens with probability `top_p`.
 
-    (rows, V) -> (rows,), (rows,). Exact: rows whose nucleus is larger than usual are sorted whole.
+    The result is exact: rows whose nucleus has more than TOP_K tokens are sorted whole.
+
+    Args:
+        logits: Logits of the next token, (rows, V).
+        top_p: Probability of the nucleus.
+
+    Returns:
+        Tokens (rows,) and their log-probabilities within the nucleus (rows,).
+
+    Example:
+        >>> from foretrace.engines.transformers.sampler import draw_nucleus
+        >>> tokens, nats = draw_nucleus(torch.tensor([[9.0, 0.0, 0.0]]), top_p=0.9)
+        >>> tokens.tolist(), nats.tolist()
+        ([0], [0.0])
     """
     total = logits.logsumexp(-1, keepdim=True)
-    likeliest, tokens = logits.topk(min(LIKELIEST, logits.shape[1]))
-    drawn = _draw(likeliest, tokens, total, top_p)
-    wide = (likeliest - total).exp().sum(-1) < top_p
+    top, tokens = logits.topk(min(TOP_K, logits.shape[1]))
+    drawn = _draw_sorted(top, tokens, total, top_p)
+    wide = (top - total).exp().sum(-1) < top_p
     if bool(wide.any()):
-        falling, order = logits[wide].sort(descending=True)
-        for whole, part in zip(drawn, _draw(falling, order, total[wide], top_p), strict=True):
-            whole[wide] = part
+        ordered, order = logits[wide].sort(descending=True)
+        redrawn = _draw_sorted(ordered, order, total[wide], top_p)
+        for result, corrected in zip(drawn, redrawn, strict=True):
+            result[wide] = corrected
     return drawn
 
 
-def _draw(falling: Tensor, tokens: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Draw from sorted logits, as long as those before have less than `top_p`."""
-    probability = (falling - total).exp()
+def _draw_sorted(
+    ordered: Tensor, tokens: Tensor, total: Tensor, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """Sample from logits in descending order while the mass before a token is below `top_p`."""
+    probability = (ordered - total).exp()
     before = probability.cumsum(-1) - probability
-    kept = falling.masked_fill(before >= top_p, -torch.inf).log_softmax(-1)
-    chosen = torch.multinomial(kept.exp(), 1)
-    return tokens.gather(1, chosen)[:, 0], kept.gather(1, chosen)[:, 0]
+    nucleus = ordered.masked_fill(before >= top_p, -torch.inf).log_softmax(-1)
+    chosen = torch.multinomial(nucleus.exp(), 1)
+    return tokens.gather(1, chosen)[:, 0], nucleus.gather(1, chosen)[:, 0]

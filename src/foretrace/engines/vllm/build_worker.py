@@ -22,7 +22,7 @@ from foretrace.engines.vllm.build_queue import BuildResult
 from foretrace.errors import ForetraceError
 
 if TYPE_CHECKING:
-    from foretrace.engines.vllm.table_cache import Library
+    from foretrace.engines.vllm.table_cache import TableCache
 
 logger = logging.getLogger(__name__)
 
@@ -106,27 +106,27 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints goes to the log, not among the answers
     import torch
 
-    from foretrace.engines.vllm import prometheus as counters
-    from foretrace.engines.vllm.settings import open_library
+    from foretrace.engines.vllm import prometheus
+    from foretrace.engines.vllm.settings import open_table_cache
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
-    library = open_library(torch.device("cpu"), counters.observe_library)
-    library.load_tokenizer()
+    cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
+    cache.load_tokenizer()
     for line in sys.stdin.buffer:
         began = perf_counter()
-        error = _build(library, json.loads(line))
+        error = _build(cache, json.loads(line))
         answer = BuildResult(perf_counter() - began, error)._asdict()
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
-def _build(library: "Library", params: dict[str, Any]) -> str | None:
+def _build(cache: "TableCache", params: dict[str, Any]) -> str | None:
     """Build the tables of a request; return why it is refused, if it is."""
-    from foretrace.engines.vllm.params import read_asked
+    from foretrace.engines.vllm.params import parse
 
     try:
-        asked = read_asked(params)
-        if asked is not None:
-            library.admit(asked)
+        steering_params = parse(params)
+        if steering_params is not None:
+            cache.admit(steering_params)
     except ForetraceError as error:
         return str(error)
     except Exception:

@@ -37,7 +37,7 @@ class Lease:
             self._descriptor = None
 
 
-class Shelf:
+class DiskCache:
     """A directory of lookaheads by key, shared by the processes of one user."""
 
     def __init__(self, parent: Path, budget: int) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from foretrace.engines.vllm import prometheus as counters
+from foretrace.engines.vllm import prometheus
 from foretrace.engines.vllm.build_queue import BuildQueue, TooManyBuildsError
 from foretrace.engines.vllm.build_worker import BuildWorker
 from foretrace.engines.vllm.disk_cache import Lease
-from foretrace.engines.vllm.params import read_asked
-from foretrace.engines.vllm.settings import Settings, open_library
+from foretrace.engines.vllm.params import parse
+from foretrace.engines.vllm.settings import Settings, open_table_cache
 from foretrace.errors import ForetraceError
 
 Message = MutableMapping[str, Any]
@@ -38,9 +38,9 @@ class Admission:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.library = open_library(torch.device("cpu"), counters.observe_library)
-        self.library.read_only = True  # vLLM's check of a request must not build
-        self.library.load_tokenizer()
+        self.cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
+        self.cache.read_only = True  # vLLM's check of a request must not build
+        self.cache.load_tokenizer()
         self.max_body = Settings.from_environment().body_mb << 20
         self.worker = BuildWorker()
         self.worker.start()
@@ -112,18 +112,18 @@ class _Request:
         """Build or find the tables that the body asks for, and lease them."""
         try:
             params = json.loads(body).get("vllm_xargs")
-            asked = read_asked(params) if isinstance(params, dict) else None
+            steering_params = parse(params) if isinstance(params, dict) else None
         except (ValueError, AttributeError, RecursionError):
             return  # vLLM's own check says what is wrong
-        if asked is None:
+        if steering_params is None:
             return
         admission = self.admission
         try:
-            leases = await asyncio.to_thread(admission.library.lease, asked)
+            leases = await asyncio.to_thread(admission.cache.lease, steering_params)
             if leases is None and self._path().startswith(GUARDED):
-                keys = admission.library.keys(asked)
+                keys = admission.cache.keys(steering_params)
                 await admission.queue.build(_client(self.scope), keys, params)
-                leases = await asyncio.to_thread(admission.library.lease, asked)
+                leases = await asyncio.to_thread(admission.cache.lease, steering_params)
         except TooManyBuildsError as error:
             raise _RefusedError(429, str(error), error.retry_after) from error
         except ForetraceError as error:
@@ -138,7 +138,7 @@ class _Request:
 
     async def _refuse(self, refusal: "_RefusedError") -> None:
         """Answer the request in the place of the application."""
-        counters.REFUSED.inc()
+        prometheus.REFUSED.inc()
         self._refused = True
         error = {"message": refusal.why, "type": "Refused", "param": None, "code": refusal.status}
         body = json.dumps({"error": error}).encode()

@@ -1,13 +1,15 @@
-"""What a request asks for: goals as text and numbers, read with care. Anybody may send them."""
+"""The steering parameters of a request, parsed and checked: clients are not trusted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from foretrace.attribute import Expression, parse
+from foretrace.attribute import Expression
+from foretrace.attribute import parse as parse_expression
 from foretrace.attribute.expression import Mention, Sign
 from foretrace.errors import InvalidInputError
+from foretrace.steering.request import require_single_constraint
 
 KEYS = (
     "goal",
@@ -18,15 +20,15 @@ KEYS = (
     "horizon",
     "neutral_end",
 )
-MOST_GOALS, MOST_CHARACTERS, MOST_NAMES = 4, 1_000, 16
-MOST_TEXTS, MOST_BYTES = 16, 200  # that must occur or not: each is read by an automaton
 CONSTRAINTS = ("must_contain", "must_not_contain")
-MOST_STRENGTH, MOST_SHIFT = 1_000.0, 10_000.0
+MAX_GOALS, MAX_CHARACTERS, MAX_NAMES = 4, 1_000, 16
+MAX_TEXTS, MAX_BYTES = 16, 200  # of required and forbidden texts: each becomes an automaton
+MAX_STRENGTH, MAX_SHIFT = 1_000.0, 10_000.0
 
 
 @dataclass(frozen=True)
-class AskedGoal:
-    """One goal: an expression over names of attributes, and how strongly."""
+class GoalParams:
+    """One goal of a request: an expression over attribute names, and its transform."""
 
     expression: Expression
     strength: float = 1.0
@@ -34,118 +36,125 @@ class AskedGoal:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """All that a request asks for; several goals multiply."""
+class SteeringParams:
+    """The goals of a request, whose factors multiply, and options for all of them."""
 
-    goals: tuple[AskedGoal, ...]
+    goals: tuple[GoalParams, ...]
     horizon: int | None = None
     neutral_end: bool = False
 
 
-def read_asked(given: Mapping[str, Any] | None) -> Asked | None:
-    """Read a request's own arguments; None if it asks for nothing. Those of others are passed by.
+def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
+    """Parse the extra arguments of a request; arguments of others are ignored.
 
-    `goal` is an expression, or a list of them; `strength` and `shift` are for all or for each.
+    Args:
+        extra_args: `goal` is an expression or a list of expressions. `strength` and `shift` are
+            numbers for all goals, or a list with one for each.
+
+    Returns:
+        The parameters, or None if the request is not steered.
+
+    Raises:
+        InvalidInputError: An argument is not valid.
     """
-    own = {key: given[key] for key in KEYS if key in given} if given else {}
-    constraints = [key for key in CONSTRAINTS if key in own]
-    if "goal" not in own:
-        # Whoever meant to give a goal must not get a text without one.
-        if close := [key for key in given or {} if str(key).lower() in ("goal", "goals")]:
+    args = {key: extra_args[key] for key in KEYS if key in extra_args} if extra_args else {}
+    constraints = [key for key in CONSTRAINTS if key in args]
+    if "goal" not in args:
+        # A misspelt goal must not produce an unsteered text.
+        if close := [key for key in extra_args or {} if str(key).lower() in ("goal", "goals")]:
             raise InvalidInputError(f"Did you mean goal, where you say {close[0]}?")
-        if own and not constraints:
-            raise InvalidInputError(f"{next(iter(own))} is given without a goal.")
-        if not own:
+        if args and not constraints:
+            raise InvalidInputError(f"{next(iter(args))} is given without a goal.")
+        if not args:
             return None
-    texts = _list(own.get("goal", []))
-    if not 1 <= len(texts) + bool(constraints) <= MOST_GOALS:
-        beside = " beside what must occur or must not" if constraints else ""
+    texts = _as_list(args.get("goal", []))
+    if not 1 <= len(texts) + bool(constraints) <= MAX_GOALS:
+        counted = " and a required or forbidden text" if constraints else ""
         raise InvalidInputError(
-            f"A request has 1 to {MOST_GOALS} goals in all, not {len(texts)}{beside}."
+            f"A request has 1 to {MAX_GOALS} goals in all, not {len(texts)}{counted}."
         )
-    # Strength and shift are the goals'; if there are none, of what must occur or must not.
+    # Strength and shift apply to the goals; without goals, to required and forbidden texts.
     count = len(texts) or 1
-    strengths = _numbers(own, "strength", 1.0, count, MOST_STRENGTH)
-    shifts = _numbers(own, "shift", 0.0, count, MOST_SHIFT)
-    if least := [each for each in strengths if each <= 0]:
-        raise InvalidInputError(f"strength must be above 0, not {least[0]:g}.")
+    strengths = _numbers(args, "strength", 1.0, count, MAX_STRENGTH)
+    shifts = _numbers(args, "shift", 0.0, count, MAX_SHIFT)
+    if wrong := [strength for strength in strengths if strength <= 0]:
+        raise InvalidInputError(f"strength must be above 0, not {wrong[0]:g}.")
     expressions = [_expression(text) for text in texts]
     if constraints:
-        expressions.append(constraint(*(_texts(own, key) for key in CONSTRAINTS)))
+        expressions.append(constraint(*(_texts(args, key) for key in CONSTRAINTS)))
         strengths, shifts = [*strengths, 1.0], [*shifts, 0.0]
-    pairs = list(zip(strengths, shifts, strict=True))[: len(expressions)]
-    goals = tuple(AskedGoal(each, *pair) for each, pair in zip(expressions, pairs, strict=True))
-    _require_few_mentions(goals)
-    return Asked(goals, _horizon(own.get("horizon")), _flag(own.get("neutral_end", False)))
+    goals = tuple(map(GoalParams, expressions, strengths, shifts))
+    _check_mentions(goals)
+    return SteeringParams(goals, _horizon(args.get("horizon")), _flag(args.get("neutral_end", 0)))
 
 
 def constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
-    """Write as an expression that all of the former occur, and none of the latter."""
+    """Return the expression that all of `must` occur and none of `must_not`."""
     steps: list[str | Sign | Mention] = [Mention((text,)) for text in must]
     if must_not:
         steps += [Mention(tuple(must_not)), Sign.NOT]
-    parts = len(must) + bool(must_not)
-    return Expression((*steps, *[Sign.AND] * (parts - 1)))
+    operands = len(must) + bool(must_not)
+    return Expression((*steps, *[Sign.AND] * (operands - 1)))
 
 
-def _texts(own: Mapping[str, Any], key: str) -> list[str]:
-    found = _list(own.get(key, []))
-    if key in own and not (found and all(isinstance(each, str) and each for each in found)):
+def _texts(args: Mapping[str, Any], key: str) -> list[str]:
+    texts = _as_list(args.get(key, []))
+    if key in args and not (texts and all(isinstance(text, str) and text for text in texts)):
         raise InvalidInputError(f"{key} must be a text, or a list of them.")
-    return found
+    return texts
 
 
-def _require_few_mentions(goals: Sequence[AskedGoal]) -> None:
+def _check_mentions(goals: Sequence[GoalParams]) -> None:
     mentioning = [goal.expression for goal in goals if goal.expression.mentions]
-    if len(mentioning) > 1:
-        raise InvalidInputError(
-            "Two goals say what must occur or must not. Join them by & to one, as in "
-            'nontoxic & mentions("refund").'
-        )
-    texts = [text for each in mentioning for mention in each.mentions for text in mention.texts]
+    require_single_constraint(len(mentioning))
+    texts = [text for e in mentioning for mention in e.mentions for text in mention.texts]
     size = len("".join(texts).encode("utf-8", "replace"))
     if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
-        raise InvalidInputError("What must occur or must not has characters that no text has.")
-    if len(texts) > MOST_TEXTS or size > MOST_BYTES:
         raise InvalidInputError(
-            f"A request has {MOST_TEXTS} texts that must occur or not, of {MOST_BYTES} bytes "
-            f"together, at most."
+            "A required or forbidden text has surrogates, which are no characters."
+        )
+    if len(texts) > MAX_TEXTS or size > MAX_BYTES:
+        raise InvalidInputError(
+            f"A request has at most {MAX_TEXTS} required or forbidden texts, of {MAX_BYTES} bytes "
+            f"together."
         )
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _expression(text: Any) -> Expression:
     if not isinstance(text, str) or not text.strip():
         raise InvalidInputError("goal must be an expression such as 'nontoxic & ~formal'.")
-    if len(text) > MOST_CHARACTERS:
-        raise InvalidInputError(f"A goal has {MOST_CHARACTERS:,} characters at most.")
-    expression = parse(text)
-    if sum(not isinstance(step, Sign) for step in expression.steps) > MOST_NAMES:
-        raise InvalidInputError(f"A goal names attributes {MOST_NAMES} times at most.")
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidInputError(f"A goal has {MAX_CHARACTERS:,} characters at most.")
+    expression = parse_expression(text)
+    if sum(not isinstance(step, Sign) for step in expression.steps) > MAX_NAMES:
+        raise InvalidInputError(f"A goal names attributes {MAX_NAMES} times at most.")
     return expression
 
 
 def _numbers(
-    own: Mapping[str, Any], key: str, default: float, count: int, most: float
+    args: Mapping[str, Any], key: str, default: float, count: int, limit: float
 ) -> list[float]:
-    """Read a number for each goal; one is for all."""
-    value = own.get(key, default)
+    """Read one number for each goal; a single number applies to all."""
+    value = args.get(key, default)
     values: Sequence[Any] = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise InvalidInputError(f"{key} has {len(values)} values, for {count} goals.")
-    return [_number(key, each, most) for each in values]
+    return [_number(key, number, limit) for number in values]
 
 
-def _number(key: str, value: Any, most: float) -> float:
+def _number(key: str, value: Any, limit: float) -> float:
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if not isfinite(number) or abs(number) > most:
-        raise InvalidInputError(f"{key} must be a number within {most:g}, not {str(value)[:40]!r}.")
+    if not isfinite(number) or abs(number) > limit:
+        raise InvalidInputError(
+            f"{key} must be a number within {limit:g}, not {str(value)[:40]!r}."
+        )
     return number
 
 

@@ -1,4 +1,4 @@
-"""What a server counts, beside vLLM's own: seen at /metrics, from all of its processes."""
+"""Prometheus metrics of a server, shown at /metrics beside vLLM's own, from all its processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from time import perf_counter
 from prometheus_client import Counter, Gauge, Histogram
 from torch import Tensor
 
-TIMES_BETWEEN_READS = 128  # of what lies on the device: reading it waits for it
+STEPS_BETWEEN_READS = 128  # of values on the device: reading them waits for it
 
-REQUESTS = Counter("foretrace_requests", "Steered requests that were begun.")
-REFUSED = Counter("foretrace_refused", "Requests with a goal that were not admitted.")
+REQUESTS = Counter("foretrace_requests", "Steered requests that began.")
+REFUSED = Counter("foretrace_refused", "Requests with a goal that were refused.")
 FAILED = Counter("foretrace_failed", "Admitted requests that could not be steered, and were ended.")
 HITS = Counter("foretrace_table_hits", "Lookahead tables found in memory.")
 MISSES = Counter("foretrace_table_misses", "Lookahead tables read from disk or built.")
@@ -26,13 +26,13 @@ STEP = Histogram(
 )
 EAP = Gauge(
     "foretrace_mean_eap",
-    "Expected attribute probability of texts being written, mean over the last steps.",
+    "Expected attribute probability of texts in generation, mean over the last steps.",
     multiprocess_mode="mostrecent",
 )
 
 
-def observe_library(event: str, value: float) -> None:
-    """Count what a library tells of."""
+def observe_cache(event: str, value: float) -> None:
+    """Count an event of a table cache: "hit", "miss" or "build"."""
     if event == "build":
         BUILD.observe(value)
     else:
@@ -41,24 +41,24 @@ def observe_library(event: str, value: float) -> None:
 
 @contextmanager
 def timed_step() -> Iterator[None]:
-    """Measure the time of a step on the host; what a device does meanwhile is not waited for."""
+    """Measure the time of a step on the host, without waiting for the device."""
     began = perf_counter()
     yield
     STEP.observe(perf_counter() - began)
 
 
 class MeanEAP:
-    """A mean over many steps, summed up where the numbers are."""
+    """The mean EAP over many steps, summed on the device."""
 
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
-        self.rows = self.times = 0
+        self.rows = self.steps = 0
 
-    def add(self, expected: Tensor) -> None:
-        """Take in the expectation of every steered row: (n,)."""
-        self.total = self.total + expected.sum()
-        self.rows += len(expected)
-        self.times += 1
-        if self.times == TIMES_BETWEEN_READS:
+    def add(self, eap: Tensor) -> None:
+        """Add the EAP of every steered row: (n,)."""
+        self.total = self.total + eap.sum()
+        self.rows += len(eap)
+        self.steps += 1
+        if self.steps == STEPS_BETWEEN_READS:
             EAP.set(float(self.total) / self.rows)
-            self.total, self.rows, self.times = 0.0, 0, 0
+            self.total, self.rows, self.steps = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""What a server of steered requests is told, through the environment: it is several processes."""
+"""Settings of a server, passed in environment variables because a server has several processes."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -14,84 +14,91 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretrace.engines.token_bytes import Spelling
-    from foretrace.engines.vllm.table_cache import Library
+    from foretrace.engines.token_bytes import TokenBytes
+    from foretrace.engines.vllm.table_cache import TableCache
 
 PREFIX = "FORETRACE_SERVE_"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where things are, and how much of them may be kept."""
+    """Paths and budgets of a server."""
 
     hmm: str
     """A folder, or a hub id."""
     attributes: str
-    """The folder of the attributes' files; new ones are found without a restart."""
+    """Folder of attribute files. New files are found without a restart."""
     tables: str = field(default_factory=gettempdir)
-    """Where tables are put, in a folder of the user's own, for all processes on this machine."""
+    """Parent of the folder for tables, which all processes of this machine's user share."""
     horizon: int = 64
     memory_mb: int = 1024
     disk_mb: int = 8192
     body_mb: int = 32
-    """Size of a request's body at most."""
+    """Largest body of a request."""
     tokenizer: str = ""
-    """That of the LM, a folder or a hub id: for requests that say what must occur or must not."""
+    """The LM's tokenizer, a folder or a hub id; needed for required and forbidden texts."""
 
     @classmethod
     def from_environment(cls) -> Self:
         """Read FORETRACE_SERVE_HMM, FORETRACE_SERVE_ATTRIBUTES and the others."""
-        given = {
-            each.name: os.environ[name]
-            for each in fields(cls)
-            if (name := PREFIX + each.name.upper()) in os.environ
+        values = {
+            entry.name: os.environ[name]
+            for entry in fields(cls)
+            if (name := PREFIX + entry.name.upper()) in os.environ
         }
-        if missing := [name for name in ("hmm", "attributes") if name not in given]:
+        if missing := [name for name in ("hmm", "attributes") if name not in values]:
             raise InvalidInputError(
                 f"Set {PREFIX}{missing[0].upper()}, or start the server with `foretrace serve`."
             )
-        whole = {"horizon", "memory_mb", "disk_mb", "body_mb"}
+        integers = {entry.name for entry in fields(cls) if entry.type is int}
         try:
-            return cls(**{k: int(v) if k in whole else v for k, v in given.items()})  # type: ignore[arg-type]
+            return cls(**{k: int(v) if k in integers else v for k, v in values.items()})  # type: ignore[arg-type]
         except ValueError:
-            raise InvalidInputError(f"{PREFIX}* must be whole numbers: {given}.") from None
+            raise InvalidInputError(
+                f"These {PREFIX}* variables must be whole numbers: {', '.join(sorted(integers))}. "
+                f"They are {values}."
+            ) from None
 
     def to_environment(self) -> dict[str, str]:
-        """Give the variables that say so."""
-        return {PREFIX + each.name.upper(): str(getattr(self, each.name)) for each in fields(self)}
+        """Return the environment variables of these settings."""
+        return {
+            PREFIX + entry.name.upper(): str(getattr(self, entry.name)) for entry in fields(self)
+        }
 
 
 @cache
-def open_library(device: "torch.device", observe: "Callable[[str, float], None]") -> "Library":
-    """Load the HMM onto a device and open the folders, once in a process."""
-    from foretrace.engines.vllm.table_cache import Library
+def open_table_cache(
+    device: "torch.device", observe: "Callable[[str, float], None]"
+) -> "TableCache":
+    """Load the HMM onto a device and open the folders, once in each process."""
+    from foretrace.engines.vllm.table_cache import TableCache
     from foretrace.hmm import HMM
 
     settings = Settings.from_environment()
     folder = Path(settings.attributes)
     if not folder.is_dir():
-        raise InvalidInputError(f"There is no folder {folder} of attributes. Check the spelling.")
+        raise InvalidInputError(f"There is no attribute folder {folder}. Check the spelling.")
     hmm = HMM.from_pretrained(settings.hmm).to(device)
-    known = partial(_spelled, settings.tokenizer, hmm.config.tokenizer_fingerprint)
-    return Library(
+    load = partial(_load_token_bytes, settings.tokenizer, hmm.config.tokenizer_fingerprint)
+    return TableCache(
         hmm,
         folder,
         Path(settings.tables),
         horizon=settings.horizon,
         memory=settings.memory_mb << 20,
         disk=settings.disk_mb << 20,
-        spelled=known if settings.tokenizer else None,
+        load_token_bytes=load if settings.tokenizer else None,
         observe=observe,
     )
 
 
-def _spelled(source: str, expected: str | None) -> "Spelling":
-    """Read what the tokens of the LM stand for; those of another tokenizer are refused."""
+def _load_token_bytes(source: str, expected: str | None) -> "TokenBytes":
+    """Load the bytes of the LM's tokens, and refuse another tokenizer than the HMM's."""
     from transformers import AutoTokenizer
 
-    from foretrace.engines.token_bytes import Spelling
+    from foretrace.engines.token_bytes import TokenBytes
     from foretrace.vocabulary import require_same_fingerprint
 
-    found = Spelling.of(AutoTokenizer.from_pretrained(source))
-    require_same_fingerprint("The HMM", expected, found.tokenizer_fingerprint)
-    return found
+    token_bytes = TokenBytes.of(AutoTokenizer.from_pretrained(source))
+    require_same_fingerprint("The HMM", expected, token_bytes.tokenizer_fingerprint)
+    return token_bytes

@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 
 from foretrace.attribute import Attribute, AttributeStore, Expression
-from foretrace.engines.token_bytes import Spelling
-from foretrace.engines.vllm.disk_cache import Lease, Shelf
-from foretrace.engines.vllm.params import Asked
+from foretrace.engines.token_bytes import TokenBytes
+from foretrace.engines.vllm.disk_cache import DiskCache, Lease
+from foretrace.engines.vllm.params import SteeringParams
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
+from foretrace.steering.request import require_single_constraint
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class GoalSize(NamedTuple):
     """Tokens that the shortest text with the attribute has; None if no text is required."""
 
 
-class Library:
+class TableCache:
     """An HMM, a folder of attributes, and a disk cache of tables; used by many threads."""
 
     def __init__(
@@ -57,7 +58,7 @@ class Library:
         horizon: int = 64,
         memory: int = 1 << 30,
         disk: int = 8 << 30,
-        spelled: Callable[[], Spelling] | None = None,
+        load_token_bytes: Callable[[], TokenBytes] | None = None,
         observe: Callable[[str, float], None] = lambda event, value: None,
     ) -> None:
         """Open the folders.
@@ -69,7 +70,7 @@ class Library:
             horizon: Tokens that every table looks ahead.
             memory: Budget in bytes for tables in memory.
             disk: Budget in bytes for tables on disk.
-            spelled: Loads the bytes of each token, for goals that name texts.
+            load_token_bytes: Loads the bytes of each token, for goals that name texts.
             observe: Called with "hit", "miss" or "build" and a number.
         """
         self.hmm, self.horizon = hmm, horizon
@@ -77,10 +78,12 @@ class Library:
             attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
         )
         self.memory, self.observe = memory, observe
-        self.shelf = Shelf(tables, disk)
+        self.disk = DiskCache(tables, disk)
         self.read_only = False
         """Whether tables are built elsewhere: then `admit` refuses what is not there."""
-        self._spelled = None if spelled is None else cache(_once(spelled))
+        self._load_token_bytes = (
+            None if load_token_bytes is None else cache(_once(load_token_bytes))
+        )
         self._size = lru_cache(MAX_REMEMBERED)(self._read_size)
         self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
@@ -89,23 +92,23 @@ class Library:
         self._building: dict[str, Lock] = {}
         self._listed: tuple[int, list[str]] = (0, [])
 
-    def keys(self, asked: Asked) -> list[str]:
+    def keys(self, params: SteeringParams) -> list[str]:
         """Return the key of each goal's table, without building any.
 
         Raises:
             InvalidInputError: An attribute is unknown, or the horizon is larger than the server's.
         """
-        if asked.horizon is not None and asked.horizon > self.horizon:
+        if params.horizon is not None and params.horizon > self.horizon:
             raise InvalidInputError(
-                f"This server looks {self.horizon} tokens ahead at most, not {asked.horizon}."
+                f"This server looks {self.horizon} tokens ahead at most, not {params.horizon}."
             )
-        return [self._key(goal.expression) for goal in asked.goals]
+        return [self._key(goal.expression) for goal in params.goals]
 
-    def lease(self, asked: Asked) -> list[Lease] | None:
+    def lease(self, params: SteeringParams) -> list[Lease] | None:
         """Keep the tables of a request from being evicted; None if one is not there."""
         leases: list[Lease] = []
-        for key in self.keys(asked):
-            lease = self.shelf.lease(key)
+        for key in self.keys(params):
+            lease = self.disk.lease(key)
             if lease is None:
                 for other in leases:
                     other.release()
@@ -113,28 +116,28 @@ class Library:
             leases.append(lease)
         return leases
 
-    def admit(self, asked: Asked, limit: int | None = None) -> list[str]:
+    def admit(self, params: SteeringParams, limit: int | None = None) -> list[str]:
         """Check a request, make sure that its tables are there, and return their keys.
 
         Args:
-            asked: The request's goals.
+            params: The request's goals.
             limit: Tokens that the text has at most.
 
         Raises:
-            InvalidInputError: The request is not valid, costs too much, or (where the library is
+            InvalidInputError: The request is not valid, costs too much, or (where the cache is
                 read-only) needs a table that was not built.
         """
-        keys = self.keys(asked)
-        missing = [i for i, key in enumerate(keys) if not self.shelf.has(key)]
+        keys = self.keys(params)
+        missing = [i for i, key in enumerate(keys) if not self.disk.has(key)]
         if missing and self.read_only:
             raise InvalidInputError(
                 "The tables of this goal are not built. The server builds tables for JSON requests "
                 "to /v1/ only: send the goal there first."
             )
         if missing:
-            self._require_small([goal.expression for goal in asked.goals])
+            self._require_small([goal.expression for goal in params.goals])
         for i in missing:
-            self._build_once(keys[i], asked.goals[i].expression)
+            self._build_once(keys[i], params.goals[i].expression)
         self._check_sizes([self._size(key) for key in keys], limit)
         return keys
 
@@ -142,27 +145,26 @@ class Library:
         """Raise if the goals of a request have too many terms, or too few tokens to be met."""
         _require_few_terms(sum(size.terms for size in sizes))
         required = [size.min_tokens for size in sizes if size.min_tokens is not None]
-        if len(required) > 1:
-            raise InvalidInputError(
-                "Two goals say what must occur or must not. Join them by & to one."
-            )
+        require_single_constraint(len(required))
         if limit is not None and required and required[0] > limit:
             raise InvalidInputError(
-                f"What must occur takes {required[0]} tokens at least, and the text may have "
-                f"{limit}. Let it be longer."
+                f"The required texts take {required[0]} tokens at least, but the text may have "
+                f"{limit}. Raise max_tokens."
             )
 
     def _read_size(self, key: str) -> GoalSize:
-        terms = self.shelf.attribute(key).terms
+        terms = self.disk.attribute(key).terms
         if terms.memory is None:
             return GoalSize(len(terms), None)
         return GoalSize(len(terms), int(terms.memory.fewest(self.hmm.vocab_size)[0]))
 
-    def goals(self, asked: Asked, keys: list[str], *, build: bool = True) -> tuple[Goal, ...]:
+    def goals(
+        self, params: SteeringParams, keys: list[str], *, build: bool = True
+    ) -> tuple[Goal, ...]:
         """Load the goals of an admitted request.
 
         Args:
-            asked: The request's goals.
+            params: The request's goals.
             keys: What `admit` returned for it.
             build: Whether to build a table that was evicted meanwhile, or to raise.
         """
@@ -171,32 +173,32 @@ class Library:
                 self._lookahead(key, goal.expression, build),
                 goal.strength,
                 goal.shift,
-                asked.neutral_end,
+                params.neutral_end,
             )
-            for key, goal in zip(keys, asked.goals, strict=True)
+            for key, goal in zip(keys, params.goals, strict=True)
         )
 
     def _key(self, expression: Expression) -> str:
-        """Name a table by all that decides it: the HMM, the expression, the attributes' files."""
+        """Return a hash of what a table depends on: HMM, expression, attribute files, tokenizer."""
         files = []
         for name in expression.names:
             try:
-                found = self.store.path(name).stat()
+                status = self.store.path(name).stat()
             except (OSError, ValueError):
                 raise self._unknown(name) from None
-            files.append((name, found.st_mtime_ns, found.st_size, found.st_ino))
-        spelling = self._spelling().identity if expression.mentions else None
-        given = json.dumps([self._identity, [*map(str, expression.steps)], files, spelling])
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+            files.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
+        tokens = self._token_bytes().identity if expression.mentions else None
+        content = json.dumps([self._identity, [*map(str, expression.steps)], files, tokens])
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _unknown(self, name: str) -> InvalidInputError:
-        names = [each for each in self.names() if abs(len(each) - len(name)) <= 3]
+        names = [known for known in self.names() if abs(len(known) - len(name)) <= 3]
         like = get_close_matches(name[:100], names[:MAX_COMPARED], n=1)
         hint = f"Did you mean {like[0]}?" if like else "Check the spelling."
         return InvalidInputError(f"There is no attribute called {name[:100]}. {hint}")
 
     def names(self) -> list[str]:
-        """List the attributes' names, anew if the folder has changed."""
+        """List the attributes' names; read the folder again if it has changed."""
         try:
             changed = self.store.folder.stat().st_mtime_ns
             if changed != self._listed[0]:
@@ -214,7 +216,7 @@ class Library:
                 return self._kept[key]
         self.observe("miss", 1)
         try:
-            lookahead = self.shelf.read(key, self.hmm, self.horizon)
+            lookahead = self.disk.read(key, self.hmm, self.horizon)
         except ForetraceError:
             # A request keeps the attributes it was admitted with: others are not built for it.
             if not build or self._key(expression) != key:
@@ -238,7 +240,7 @@ class Library:
             turn = self._building.setdefault(key, Lock())
         with turn:
             try:
-                if not self.shelf.has(key):
+                if not self.disk.has(key):
                     self._build(key, expression)
             finally:
                 with self._lock:
@@ -260,8 +262,8 @@ class Library:
             ).terms
             if small.states > MAX_STATES or small.states * len(small) > MAX_TABLES:
                 raise InvalidInputError(
-                    f"What must occur or must not comes to an automaton of {small.states} states, "
-                    f"for each of {len(small)} terms; {MAX_STATES} states is the most here, and "
+                    f"The required and forbidden texts need an automaton of {small.states} states "
+                    f"for each of {len(small)} terms. At most {MAX_STATES} states are allowed, and "
                     f"{MAX_TABLES} for all terms together. Use fewer or shorter texts, or fewer "
                     f"attributes."
                 )
@@ -272,21 +274,21 @@ class Library:
         began = perf_counter()
         attributes = {name: self._load(name) for name in expression.names}
         attribute = expression.build(
-            attributes, lambda mention: self._spelling().mentions(mention.texts)
+            attributes, lambda mention: self._token_bytes().mentions(mention.texts)
         )
         lookahead = Lookahead(self.hmm, attribute, self.horizon)
-        self.shelf.write(key, lookahead)
+        self.disk.write(key, lookahead)
         self.observe("build", perf_counter() - began)
         return lookahead
 
-    def _spelling(self) -> Spelling:
+    def _token_bytes(self) -> TokenBytes:
         """Return the bytes of each token; the first call loads the tokenizer."""
-        if self._spelled is None:
+        if self._load_token_bytes is None:
             raise InvalidInputError(
-                "This server does not know its tokenizer, which it needs for what must occur or "
-                "must not. Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
+                "Required and forbidden texts need the tokenizer, which this server does not know. "
+                "Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
             )
-        loaded = self._spelled()
+        loaded = self._load_token_bytes()
         if isinstance(loaded, Exception):
             why = loaded if isinstance(loaded, ForetraceError) else "its log says why."
             raise InvalidInputError(f"This server's tokenizer cannot be used: {why}")
@@ -294,8 +296,8 @@ class Library:
 
     def load_tokenizer(self) -> None:
         """Load the tokenizer now, so that no request waits for it."""
-        if self._spelled is not None:
-            self._spelled()
+        if self._load_token_bytes is not None:
+            self._load_token_bytes()
 
     def _load(self, name: str) -> Attribute:
         try:
@@ -309,12 +311,12 @@ class Library:
             ) from error
 
 
-def _once(spelled: Callable[[], Spelling]) -> Callable[[], Spelling | Exception]:
+def _once(load_token_bytes: Callable[[], TokenBytes]) -> Callable[[], TokenBytes | Exception]:
     """Return a function that returns an error instead of raising it, so that it can be cached."""
 
-    def tried() -> Spelling | Exception:
+    def tried() -> TokenBytes | Exception:
         try:
-            return spelled()
+            return load_token_bytes()
         except Exception as error:  # whatever a tokenizer's files or code raise
             logger.exception("The server's tokenizer cannot be used")
             return error
@@ -343,6 +345,6 @@ def _over_bytes(index: int, attribute: Attribute) -> Attribute:
 def _require_few_terms(count: int) -> None:
     if count > MAX_TERMS:
         raise InvalidInputError(
-            f"The goals come to {count} terms, and {MAX_TERMS} is the most here. Use fewer "
-            f"attributes in one request."
+            f"The goals of this request have {count} terms, but {MAX_TERMS} are allowed. Use fewer "
+            f"attributes."
         )

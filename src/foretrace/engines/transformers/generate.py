@@ -1,0 +1,218 @@
+"""Generation in one call, steered or not."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from foretrace.engines.transformers.padding import cut_at_end, pad_left
+from foretrace.engines.transformers.processor import Goals, SteeringProcessor
+from foretrace.errors import InvalidInputError
+from foretrace.steering import Goal
+from foretrace.vocabulary import fingerprint, require_same_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def generate(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    *,
+    goal: Goal | Goals | None = None,
+    max_new_tokens: int = 20,
+    **options: Any,
+) -> list[str]:
+    """Generate continuations of prompts, steered toward a goal.
+
+    Args:
+        model: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        prompts: A list of texts. An empty prompt begins a new text.
+        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+        max_new_tokens: Tokens to generate at most.
+        **options: Options of `model.generate`. Sampling is on, without transformers' default top-k
+            of 50, unless the options say otherwise.
+
+    Returns:
+        The continuations, without the prompts. A text ends at an end-of-text token of the model or
+        of the HMM.
+
+    Raises:
+        InvalidInputError: The prompts are not a list of texts, or the goals do not fit them.
+        TokenizerMismatchError: The HMM was made with another tokenizer.
+
+    Example:
+        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
+        >>> texts = ft.generate(model, tokenizer, ["hello", ""], goal=goal, max_new_tokens=4)
+        >>> len(texts)
+        2
+    """
+    encoded = encode_prompts(tokenizer, prompts, goal)
+    generated = generate_tokens(
+        model, tokenizer, encoded, goal=goal, max_new_tokens=max_new_tokens, **options
+    )
+    copies = len(generated) // len(encoded)
+    return [
+        decode_after(tokenizer, encoded[row // copies], tokens)
+        for row, tokens in enumerate(generated)
+    ]
+
+
+def decode_after(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], tokens: Sequence[int]
+) -> str:
+    """Decode tokens as the continuation of a prompt.
+
+    The prompt matters because some decoders drop a space at the beginning.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompt: Token ids of the prompt.
+        tokens: Token ids after it.
+
+    Returns:
+        The text that the tokens add.
+
+    Example:
+        >>> from foretrace.engines.transformers import decode_after
+        >>> ids = tokenizer("hello there").input_ids
+        >>> decode_after(tokenizer, ids[:3], ids[3:])
+        'lo there'
+    """
+    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    before, whole = (
+        str(tokenizer.decode(ids, **settings)) for ids in (list(prompt), [*prompt, *tokens])
+    )
+    return whole.removeprefix(before)
+
+
+def encode_prompts(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    goal: Goal | Goals | None = None,
+) -> list[list[int]]:
+    """Encode prompts. An empty prompt becomes the token that begins a text.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompts: A list of texts.
+        goal: Goals whose HMM knows the token that begins a text.
+
+    Returns:
+        Token ids of each prompt, at least one.
+
+    Raises:
+        InvalidInputError: `prompts` is a single text, or a prompt is empty and no token begins a
+            text.
+
+    Example:
+        >>> from foretrace.engines.transformers import encode_prompts
+        >>> [len(ids) for ids in encode_prompts(tokenizer, ["hello", ""])]
+        [5, 1]
+    """
+    if isinstance(prompts, str):
+        raise InvalidInputError(
+            f"prompts must be a list of texts, not one text. Write [{prompts[:20]!r}]."
+        )
+    candidates = [*_hmm_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
+    start = next(([token] for token in candidates if token is not None), [])
+    encoded = [ids or start for ids in tokenizer(list(prompts)).input_ids]
+    if not all(encoded):
+        raise InvalidInputError(
+            "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
+        )
+    return encoded
+
+
+def generate_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    *,
+    goal: Goal | Goals | None = None,
+    max_new_tokens: int = 20,
+    **options: Any,
+) -> list[list[int]]:
+    """Generate continuations of token ids, as `generate` does for texts.
+
+    Args:
+        model: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        prompts: Token ids of each prompt, at least one.
+        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+        max_new_tokens: Tokens to generate at most.
+        **options: Options of `model.generate`.
+
+    Returns:
+        The new token ids of each row, with the end-of-text token.
+
+    Raises:
+        InvalidInputError: The goals do not fit the prompts.
+        TokenizerMismatchError: The HMM was made with another tokenizer.
+
+    Example:
+        >>> from foretrace.engines.transformers import generate_tokens
+        >>> rows = generate_tokens(model, tokenizer, [[5, 6], [7]], max_new_tokens=3)
+        >>> max(map(len, rows)) <= 3
+        True
+    """
+    goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
+    config = options.get("generation_config") or model.generation_config
+    ends = stop_tokens(config, _hmm_ends(goal))
+    if "eos_token_id" in options:  # None: no token ends a text
+        ends = _as_list(options.pop("eos_token_id"))
+    pad = next((token for token in (tokenizer.pad_token_id, *ends) if token is not None), 0)
+    ids, mask = pad_left(prompts, pad)
+    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens, ends=ends)
+    if processor.tracker is not None:
+        require_same_fingerprint(
+            "The HMM",
+            processor.tracker.steering.hmm.config.tokenizer_fingerprint,
+            fingerprint(tokenizer.get_vocab()),
+        )
+    processors = [processor, *(options.pop("logits_processor", None) or [])]
+    settings = {"do_sample": True, "pad_token_id": pad, "eos_token_id": ends or None} | options
+    if settings["do_sample"]:
+        settings.setdefault("top_k", 0)
+    output: Tensor = model.generate(  # type: ignore[operator]
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        logits_processor=LogitsProcessorList(processors),
+        **settings,
+    )
+    return [cut_at_end(row, ends) for row in output[:, mask.shape[1] :].tolist()]
+
+
+def stop_tokens(config: "GenerationConfig", ends: Sequence[int]) -> list[int]:
+    """Return the tokens that end a text: those of the model, then those of an HMM.
+
+    Args:
+        config: The model's generation config.
+        ends: The HMM's end-of-text tokens.
+
+    Returns:
+        Token ids without duplicates.
+
+    Example:
+        >>> from foretrace.engines.transformers import stop_tokens
+        >>> 7 in stop_tokens(model.generation_config, [7])
+        True
+    """
+    return list(dict.fromkeys([*_as_list(config.eos_token_id), *ends]))
+
+
+def _as_list(tokens: int | list[int] | None) -> list[int]:
+    return [tokens] if isinstance(tokens, int) else list(tokens or [])
+
+
+def _hmm_ends(goal: Goal | Goals | None) -> tuple[int, ...]:
+    """Return the end-of-text tokens of the goals' HMM; none without goals."""
+    goals = [goal] if isinstance(goal, Goal) else goal or []
+    for row in goals:
+        for first in [row] if isinstance(row, Goal) else row:
+            return first.lookahead.hmm.config.eos_token_ids
+    return ()

@@ -1,0 +1,185 @@
+"""What the processors of both model runners share: requests, their goals, and their states."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretrace.engines.vllm import prometheus
+from foretrace.engines.vllm.params import parse
+from foretrace.engines.vllm.settings import open_table_cache
+from foretrace.errors import ForetraceError, InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.steering import BatchSteering, Request, SequenceState
+from foretrace.vocabulary import fingerprint, require_same_fingerprint
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+# Keys that validation adds to a request's arguments: of its tables, the stop tokens that were added
+# to it, and whether its tables are leased until it is answered.
+TABLES, STOPS, LEASED = "foretrace_tables", "foretrace_stops", "foretrace_leased"
+
+
+def validate_params(params: "SamplingParams") -> None:
+    """Check a request, build its tables if no server does, and record them in its arguments.
+
+    Runs in the process that takes requests.
+
+    Raises:
+        ForetraceError: The request cannot be steered.
+    """
+    _remove_added(params)
+    try:
+        steering_params = parse(params.extra_args)
+        if steering_params is None:
+            return
+        cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
+        keys = cache.admit(steering_params, params.max_tokens)
+    except ForetraceError:
+        prometheus.REFUSED.inc()
+        raise
+    stops = [] if params.ignore_eos else _add_stops(params, cache.hmm.config.eos_token_ids)
+    # The server's middleware leases the tables: they cannot be evicted before decoding.
+    leased = {LEASED: True} if cache.read_only else {}
+    params.extra_args = {**params.extra_args, TABLES: keys, STOPS: stops, **leased}
+
+
+def _add_stops(params: "SamplingParams", ends: tuple[int, ...]) -> list[int]:
+    """Let a text also end at the HMM's end-of-text tokens; return the tokens that were added."""
+    stops = params.stop_token_ids or []
+    added = [end for end in ends if end not in stops]
+    params.stop_token_ids = [*stops, *added]
+    params.all_stop_token_ids.update(added)
+    return added
+
+
+def _remove_added(params: "SamplingParams") -> None:
+    """Undo an earlier validation: a caller may send the same object again with other arguments."""
+    extra_args = dict(params.extra_args or {})
+    stops = extra_args.pop(STOPS, None)
+    for key in (TABLES, LEASED):
+        extra_args.pop(key, None)
+    if isinstance(stops, list):
+        params.stop_token_ids = [stop for stop in params.stop_token_ids or [] if stop not in stops]
+        params.all_stop_token_ids.difference_update(stops)
+    if params.extra_args is not None:
+        params.extra_args = extra_args
+
+
+@dataclass
+class Slot:
+    """A request of the batch."""
+
+    params: "SamplingParams"
+    prompt: list[int] | None
+    """Token ids of the prompt, where the runner has them on the host."""
+    prompt_length: int
+    output: list[int]
+    """Generated token ids, updated by runner V1; runner V2 has them on the device."""
+    request: Request | None = None
+    state: SequenceState | None = None
+    failed: bool = False
+    """Whether its goals could not be loaded. Such a request is ended, not left unsteered."""
+
+    def missing(self, num_generated: int) -> int:
+        """Return how many tokens the state lacks; -1 if it has to be computed anew."""
+        if self.state is None or self.state.num_generated > num_generated:
+            return -1
+        return num_generated - self.state.num_generated
+
+
+class SteeringCore:
+    """Loads the goals of requests, and steers their rows in one batch of tensor operations."""
+
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+        if vllm_config.speculative_config is not None:
+            raise InvalidInputError(
+                "Speculative decoding drafts tokens that are not steered. Start vLLM without it, "
+                "or without foretrace."
+            )
+        self.cache = open_table_cache(device, prometheus.observe_cache)
+        _check_model(vllm_config, self.cache.hmm)
+        self.max_length = int(vllm_config.model_config.max_model_len)
+        self.steering = BatchSteering(self.cache.hmm, prometheus.MeanEAP().add)
+        self.ends = _ends(vllm_config, self.cache.hmm.config.eos_token_ids)
+
+    def open(self, slot: Slot, *, resumed: bool) -> Slot | None:
+        """Load the goals of a request that enters the batch; return None if it has none."""
+        if parse(slot.params.extra_args) is None:
+            return None
+        self.load(slot)
+        if not resumed and not slot.failed:
+            prometheus.REQUESTS.inc()
+        return slot
+
+    def load(self, slot: Slot) -> None:
+        """Load the goals of a slot, or mark it as failed."""
+        try:
+            slot.request = self._request(slot)
+        except Exception:
+            logger.exception("A request cannot be steered, and is ended")
+            prometheus.FAILED.inc()
+            slot.failed = True
+
+    def _request(self, slot: Slot) -> Request:
+        params, extra_args = slot.params, slot.params.extra_args or {}
+        steering_params = parse(extra_args)
+        assert steering_params is not None
+        keys = extra_args.get(TABLES) or self.cache.admit(steering_params)
+        # A server's decoding process never builds: that would hold up the whole batch.
+        build = not extra_args.get(LEASED, False)
+        goals = self.cache.goals(steering_params, keys, build=build)
+        limit = min(params.max_tokens or self.max_length, self.max_length - slot.prompt_length)
+        ends = tuple(params.all_stop_token_ids)
+        return Request(goals, tuple(slot.prompt or ()), limit, steering_params.horizon, ends)
+
+    def advance(self, slots: Sequence[Slot], tokens: Tensor) -> None:
+        """Update the states of slots by one token each: (n,) ids."""
+        states = [slot.state for slot in slots if slot.state is not None]
+        set_states(slots, self.steering.advance(states, tokens))
+
+    def apply(self, logits: Tensor, rows: dict[int, Slot]) -> None:
+        """Reweight the logits of rows in place: (rows, V or more)."""
+        states: list[SequenceState | None] = [None] * len(logits)
+        for row, slot in rows.items():
+            states[row] = slot.state
+        self.steering.reweight_(logits, states)
+        failed = [row for row, slot in rows.items() if slot.failed]
+        if failed:  # these may generate nothing but their end
+            logits[failed] = -torch.inf
+            logits[torch.tensor(failed)[:, None], torch.tensor(self.ends)] = 0.0
+
+
+def set_states(slots: Sequence[Slot], states: Sequence[SequenceState]) -> None:
+    """Store the new states of slots."""
+    for slot, state in zip(slots, states, strict=True):
+        slot.state = state
+
+
+def _ends(config: "VllmConfig", hmm_ends: tuple[int, ...]) -> list[int]:
+    """Return the tokens that end a text: the HMM's, or else the LM's."""
+    lm_ends = getattr(config.model_config.hf_config, "eos_token_id", None)
+    return list(hmm_ends) or ([lm_ends] if isinstance(lm_ends, int) else list(lm_ends or [0]))
+
+
+def _check_model(config: "VllmConfig", hmm: HMM) -> None:
+    """Refuse the HMM of another LM when the server starts."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    vocab_size = config.model_config.get_vocab_size()
+    if hmm.vocab_size > vocab_size:
+        raise InvalidInputError(
+            f"The HMM has a vocabulary of {hmm.vocab_size} tokens, but the LM has {vocab_size}. "
+            f"Use the HMM of this LM."
+        )
+    tokenizer = cached_tokenizer_from_config(config.model_config)
+    if tokenizer is not None:
+        known = hmm.config.tokenizer_fingerprint
+        require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
