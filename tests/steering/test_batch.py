@@ -208,18 +208,18 @@ def test_unknown_tokens_change_nothing_but_the_count(name: str) -> None:
         torch.testing.assert_close(state.log_past[0], known.log_past[0])
 
 
-def test_a_shift_alone_transforms_the_eap() -> None:
-    """Strength 1 with a shift is not the identity."""
-    hmm = tiny_hmm("dense")
+def test_a_shift_or_a_strength_alone_transforms_the_eap() -> None:
+    """Only strength 1 with shift 0 is the identity."""
+    hmm, transforms = tiny_hmm("dense"), [(1.0, 0.0), (1.0, -2.0), (3.0, 0.0)]
     lookahead = Lookahead(hmm, attributes()["one"], LENGTH)
+    requests = [Request((Goal(lookahead, *transform),), (1,), LENGTH) for transform in transforms]
     tracker = PrefixTracker(hmm)
-    goals = [Goal(lookahead), Goal(lookahead, 1.0, -2.0)]
-    tracker.step([Request((goal,), (1,), LENGTH) for goal in goals], [[], []])
-    identity, shifted = tracker.reweight(torch.zeros(2, TOKENS, dtype=torch.float64)).softmax(-1)
-    eap = lookahead.eap([1], LENGTH - 1)
-    expected = torch.sigmoid(torch.logit(eap) - 2)
-    torch.testing.assert_close(identity, eap / eap.sum())
-    torch.testing.assert_close(shifted, expected / expected.sum())
+    tracker.step(requests, [[]] * len(requests))
+    steered = tracker.reweight(torch.zeros(len(requests), TOKENS, dtype=torch.float64)).softmax(-1)
+    logit = torch.logit(lookahead.eap([1], LENGTH - 1))
+    for (strength, shift), probabilities in zip(transforms, steered, strict=True):
+        expected = torch.sigmoid(strength * logit + shift)
+        torch.testing.assert_close(probabilities, expected / expected.sum())
 
 
 @pytest.mark.parametrize("transform", [(1.0, 0.0), (3.0, -2.0)])

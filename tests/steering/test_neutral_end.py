@@ -68,6 +68,13 @@ def test_rows_of_a_batch_have_their_own_ends(hmm: HMM) -> None:
     assert torch.equal(steered[4], logits[4])
 
 
+def test_one_goal_with_a_neutral_end_is_enough(hmm: HMM) -> None:
+    goals = (goal(hmm, "not", neutral_end=False), goal(hmm))
+    logits = torch.tensor([[0.3, -1.0, 0.5, 1.5]])
+    steered = steer(hmm, [Request(goals, (1,), 9)], logits).softmax(-1)
+    torch.testing.assert_close(steered[0, HMM_END], logits.softmax(-1)[0, HMM_END])
+
+
 def test_an_end_that_the_hmm_does_not_know_keeps_its_probability(hmm: HMM) -> None:
     request = Request((goal(hmm),), (1,), 9, ends=(TOKENS + 1, TOKENS + 100))
     logits = torch.randn(1, TOKENS + 3, generator=torch.Generator().manual_seed(0))
