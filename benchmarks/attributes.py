@@ -20,7 +20,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
-from foretrace import Attribute, AttributeStore, FitConfig, _tables
+from foretrace import Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import Windows, tokenize
 from foretrace.attribute.counts import Texts, token_counts
 from foretrace.vocabulary import fingerprint
@@ -44,7 +44,7 @@ class Data:
 
     def rows(self, name: str) -> Rows:
         """Read one file."""
-        return _tables.read_rows(self.folder / f"{name}.jsonl.xz")
+        return _tabular.read_rows(self.folder / f"{name}.jsonl.xz")
 
     def windows(self, texts: list[str]) -> Windows:
         """Tokenize texts as they are fitted."""

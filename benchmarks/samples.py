@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace._tables import read_rows, texts
+from foretrace._tabular import read_rows, texts
 from harness import Report, options
 from smollm2 import find_smollm2
 

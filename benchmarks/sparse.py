@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute
-from foretrace._tables import read_rows
+from foretrace._tabular import read_rows
 from foretrace.attribute import tokenize
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request

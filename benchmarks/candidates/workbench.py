@@ -16,7 +16,7 @@ from candidates.evidence import heed
 from candidates.reference import Beliefs, Dense
 from candidates.windows import read_windows
 from candidates.writing import Look
-from foretrace import _tables
+from foretrace import _tabular
 from foretrace.attribute import tokenize
 from foretrace.evaluate.generations import encode_from
 from foretrace.hmm import HMM
@@ -74,7 +74,7 @@ class Workbench:
 
     def rows(self, file: str, count: int) -> list[dict[str, Any]]:
         """Read the first rows of a table."""
-        return _tables.read_rows(self.data / file, [])[:count]
+        return _tabular.read_rows(self.data / file, [])[:count]
 
     def tokens(self, rows: Sequence[dict[str, Any]], column: str) -> list[list[int]]:
         """Tokenize texts as continuations, as attributes are fitted to them."""

@@ -66,7 +66,7 @@ def fit(
     plot: Annotated[Path | None, typer.Option(help="Also draw the fit, as this PNG.")] = None,
 ) -> None:
     """Fit an attribute to scored texts, in about a second."""
-    from foretrace import _tables
+    from foretrace import _tabular
     from foretrace.attribute import FitConfig, LogitAffine
     from foretrace.attribute.plot import draw
     from foretrace.evaluate import load_judge
@@ -88,15 +88,15 @@ def fit(
     )
     source = {"data": data.name, "text": text, "window": window}
     target = by or (None if judge else score)
-    rows = _tables.read_rows(data, [text] if target is None else [text, target])
-    texts = _tables.texts(rows, text, data)
+    rows = _tabular.read_rows(data, [text] if target is None else [text, target])
+    texts = _tabular.texts(rows, text, data)
     fitting = _Fitting(tokenizer, window, config)
     if by is not None:
-        labels = [str(value) for value in _tables.column(rows, by, data)]
+        labels = [str(value) for value in _tabular.column(rows, by, data)]
         fitting.each(texts, labels, out, {**source, "by": by})
         return
     if judge is None:
-        scores = _tables.probabilities(rows, score, data)
+        scores = _tabular.probabilities(rows, score, data)
         source["score"] = score
     else:
         loaded = load_judge(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 def read_prompts(file: Path, column: str | None = None) -> list[str]:
     """Read a column of a table; if it is not named, `prompt`, or else `text`."""
-    from foretrace import _tables
+    from foretrace import _tabular
 
-    rows = _tables.read_rows(file, [column] if column else [])
+    rows = _tabular.read_rows(file, [column] if column else [])
     name = column or ("prompt" if rows and "prompt" in rows[0] else "text")
-    return _tables.texts(rows, name, file)
+    return _tabular.texts(rows, name, file)

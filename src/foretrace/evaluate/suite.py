@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from foretrace import _tables
+from foretrace import _tabular
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
@@ -38,7 +38,7 @@ class Table:
     def rows(self, data: Path) -> list[dict[str, Any]]:
         """Read them; those without text are left out."""
         path = data / self.file
-        found = _tables.read_rows(path)
+        found = _tabular.read_rows(path)
         if not found or self.text not in found[0]:
             raise InvalidFileError(f"{path} has no '{self.text}'. Say `text: COLUMN` in the suite.")
         kept = [

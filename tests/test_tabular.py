@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrace import _tables
+from foretrace import _tabular
 from foretrace.attribute import Attribute, tokenize
 from foretrace.errors import ForetraceError, InvalidFileError
 from foretrace.evaluate import Judge, judge_texts
@@ -38,9 +38,9 @@ def test_every_form_gives_the_same_table(
 ) -> None:
     path = tmp_path / f"table.v2{kind}{ending}"
     path.write_bytes(COMPRESS[ending](content.encode()))
-    rows = _tables.read_rows(path)
-    assert _tables.texts(rows, "text", path) == [row["text"] for row in ROWS]
-    assert _tables.probabilities(rows, "score", path) == [0.5, 1.0]
+    rows = _tabular.read_rows(path)
+    assert _tabular.texts(rows, "text", path) == [row["text"] for row in ROWS]
+    assert _tabular.probabilities(rows, "score", path) == [0.5, 1.0]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -48,30 +48,30 @@ def test_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "table.parquet")
     path = tmp_path / "table.parquet"
-    assert _tables.read_rows(path) == ROWS
-    assert _tables.read_rows(path, ["text"]) == [{"text": row["text"]} for row in ROWS]
+    assert _tabular.read_rows(path) == ROWS
+    assert _tabular.read_rows(path, ["text"]) == [{"text": row["text"]} for row in ROWS]
     with pytest.raises(InvalidFileError, match="no column body; it has text, score"):
-        _tables.read_rows(path, ["text", "body"])
+        _tabular.read_rows(path, ["text", "body"])
 
 
 def test_long_texts_in_csv(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("text,score\n" + "word " * 100_000 + ",1\n")
-    assert len(_tables.read_rows(path)[0]["text"]) == 500_000
+    assert len(_tabular.read_rows(path)[0]["text"]) == 500_000
 
 
 def test_plain_lines(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo \n")
-    assert _tables.read_rows(tmp_path / "lines.txt") == [{"text": "one"}, {"text": "two "}]
+    assert _tabular.read_rows(tmp_path / "lines.txt") == [{"text": "one"}, {"text": "two "}]
 
 
 def test_true_and_false_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("text,score\na,True\nb,false\nc,1\n")
-    assert _tables.probabilities(_tables.read_rows(path), "score", path) == [1.0, 0.0, 1.0]
+    assert _tabular.probabilities(_tabular.read_rows(path), "score", path) == [1.0, 0.0, 1.0]
     path = tmp_path / "table.jsonl"
     path.write_text('{"score": true}\n{"score": 0}\n')
-    assert _tables.probabilities(_tables.read_rows(path), "score", path) == [1.0, 0.0]
+    assert _tabular.probabilities(_tabular.read_rows(path), "score", path) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_bad_tables_are_refused_in_words(
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidFileError, match="no file"):
-        _tables.read_rows(tmp_path / "none.csv")
+        _tabular.read_rows(tmp_path / "none.csv")
 
 
 def read(path: Path) -> tuple[list[str], list[float]]:
-    rows = _tables.read_rows(path)
-    return _tables.texts(rows, "text", path), _tables.probabilities(rows, "score", path)
+    rows = _tabular.read_rows(path)
+    return _tabular.texts(rows, "text", path), _tabular.probabilities(rows, "score", path)
 
 
 junk = st.binary(max_size=80) | st.text(max_size=40).map(
