@@ -15,7 +15,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_scraps(tmp_path: Path) -> Non
     _io.write_json(path, {"version": 1})
     with pytest.raises(InvalidInputError, match="cannot be written"):
         _io.write_json(path, {"version": object()})
-    with pytest.raises(UnicodeEncodeError), _io.written_aside(path) as scratch:
+    with pytest.raises(UnicodeEncodeError), _io.atomic_write(path) as scratch:
         scratch.write_text("half \ud800")
     assert _io.read_json(path) == {"version": 1}
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""Safetensors and JSON on disk: read in place, written aside and renamed, or not at all."""
+"""Read and write safetensors and JSON files. Writes are atomic, reads are memory-mapped."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
-# Few operators support the other dtypes (complex, float8, uint64): they would fail much later.
+# Few operators support the other dtypes (complex, float8, uint64).
 READABLE_DTYPES = frozenset(
     {
         torch.float64,
@@ -36,23 +36,23 @@ READABLE_DTYPES = frozenset(
 
 
 @contextmanager
-def written_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Give a scratch path beside `path`; name it `path` once it is whole and on the disk.
+def atomic_write(path: Path, *, replace: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, and rename it to `path` after it is flushed to disk.
 
-    Without `replace`, a file that is there already stays, and FileExistsError is raised.
+    Without `replace`, an existing file is kept and FileExistsError is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         scratch.touch()
-        mode = scratch.stat().st_mode  # what the user's umask grants; writers may narrow it
+        mode = scratch.stat().st_mode  # as the umask allows; some writers create files with fewer rights
         yield scratch
         scratch.chmod(mode)
         _flush_to_disk(scratch)
         if replace:
             scratch.replace(path)
         else:
-            path.hardlink_to(scratch)  # unlike a rename, a link never replaces
+            path.hardlink_to(scratch)  # unlike a rename, a link never replaces a file
         _flush_to_disk(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
@@ -67,27 +67,27 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Give a CRC-32 of a tensor's bytes, a few megabytes at a time."""
-    found = 0
+    """Compute the CRC-32 of a tensor's bytes, a few megabytes at a time."""
+    crc = 0
     for chunk in torch.split(tensor.detach().reshape(-1), 1 << 20):
-        found = zlib.crc32(chunk.cpu().contiguous().view(torch.uint8).numpy().data, found)
-    return found
+        crc = zlib.crc32(chunk.cpu().contiguous().view(torch.uint8).numpy().data, crc)
+    return crc
 
 
 def checksums(tensors: Iterable[Tensor]) -> str:
-    """Name tensors by what they hold."""
+    """Return an identifier of the content of several tensors."""
     return "-".join(f"{checksum(tensor):08x}" for tensor in tensors)
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add JSON objects to a file of JSON lines."""
+    """Append JSON objects to a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(_lines(rows))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, none if it is not there; lines that are not whole are left out."""
+    """Read a JSON Lines file; skip incomplete lines. A missing file has no rows."""
     if not path.exists():
         return []
     rows = []
@@ -100,8 +100,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines anew."""
-    with written_aside(path) as scratch:
+    """Write a JSON Lines file, replacing an existing one."""
+    with atomic_write(path) as scratch:
         scratch.write_text(_lines(rows), "utf-8")
 
 
@@ -110,14 +110,14 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as readable JSON."""
+    """Write `content` as indented JSON."""
     text = to_json(path, content)
-    with written_aside(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text(text, "utf-8")
 
 
 def to_json(path: Path, content: Mapping[str, Any]) -> str:
-    """Format `content` as readable JSON, for the file `path`."""
+    """Format `content` as indented JSON; `path` is for the error message."""
     try:
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     except TypeError as error:
@@ -127,7 +127,7 @@ def to_json(path: Path, content: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON file that holds one object."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -144,8 +144,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, replace: bool = True
 ) -> None:
-    """Write tensors as one safetensors file."""
-    with written_aside(path, replace=replace) as scratch:
+    """Write a safetensors file."""
+    with atomic_write(path, replace=replace) as scratch:
         _save_tensors(scratch, tensors, metadata)
 
 
@@ -156,9 +156,9 @@ def write_tensors_and_json(
     json_path: Path,
     content: Mapping[str, Any],
 ) -> None:
-    """Write two files that belong together: both whole before either gets its name."""
+    """Write two files that belong together: both are complete before either is renamed."""
     text = to_json(json_path, content)
-    with written_aside(path) as scratch, written_aside(json_path) as json_scratch:
+    with atomic_write(path) as scratch, atomic_write(json_path) as json_scratch:
         _save_tensors(scratch, tensors, metadata)
         json_scratch.write_text(text, "utf-8")
 
@@ -167,16 +167,16 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     on_host: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        on_host[name] = plain
+        saved = tensor.detach().cpu().contiguous()
+        if saved.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
+            saved = saved.clone()
+        storages.add(saved.untyped_storage().data_ptr())
+        on_host[name] = saved
     save_file(on_host, path, dict(metadata))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Map a safetensors file into memory: (tensors, metadata). Pages are read when touched."""
+    """Map a safetensors file into memory and return (tensors, metadata)."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
@@ -200,7 +200,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]:
-    """Read a tensor's shape, and the metadata, from the header alone."""
+    """Read the shape of one tensor, and the metadata, without reading the tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(name).get_shape()), file.metadata() or {}
@@ -213,23 +213,23 @@ def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]
 def take_tensor(
     tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], path: Path
 ) -> Tensor:
-    """Take one tensor out of a file's, and insist on its shape."""
+    """Return the tensor `name` of a file; raise if it is missing or has another shape."""
     if name not in tensors:
         raise InvalidFileError(
             f"{path} has no tensor '{name}' (it has {', '.join(sorted(tensors)) or 'none'}). "
             f"Save it again."
         )
-    found = tuple(tensors[name].shape)
-    if found != tuple(shape):
+    actual = tuple(tensors[name].shape)
+    if actual != tuple(shape):
         raise InvalidFileError(
-            f"{path}: tensor '{name}' has shape {found}, but {tuple(shape)} was expected. "
-            f"It belongs to something else, or is damaged: save or download it again."
+            f"{path}: tensor '{name}' has shape {actual}, but {tuple(shape)} was expected. "
+            f"The file belongs to another model or is damaged: save or download it again."
         )
     return tensors[name]
 
 
 def locate(source: str | os.PathLike[str], revision: str | None, patterns: Sequence[str]) -> Path:
-    """Find a local folder, or fetch a repository of the Hugging Face hub and give its folder."""
+    """Return a local folder, or download a Hugging Face hub repository and return its folder."""
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -237,7 +237,7 @@ def locate(source: str | os.PathLike[str], revision: str | None, patterns: Seque
 
     try:
         fetched = snapshot_download(str(source), revision=revision, allow_patterns=list(patterns))
-    except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
+    except Exception as error:  # of the hub, the transport or a proxy
         raise InvalidFileError(
             f"'{source}' is neither a local folder nor a hub repository that can be reached "
             f"({reason(error)}). Check the spelling, the network, and `hf auth login` if it is "
@@ -247,16 +247,16 @@ def locate(source: str | os.PathLike[str], revision: str | None, patterns: Seque
 
 
 def publish(folder: Path, repository: str, patterns: Sequence[str]) -> str:
-    """Upload some files of a folder to a repository of the Hugging Face hub; give its address."""
+    """Upload files of a folder to a Hugging Face hub repository and return its URL."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi()
-        address = api.create_repo(repository, exist_ok=True)
+        url = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=list(patterns))
-    except Exception as error:  # the hub's own errors, the transport's, a proxy's: all one to users
+    except Exception as error:  # of the hub, the transport or a proxy
         raise InvalidInputError(
-            f"{folder} cannot be published as '{repository}' ({reason(error)}). It is whole on "
-            f"disk; check the network and `hf auth login`, and run the command again."
+            f"{folder} cannot be published as '{repository}' ({reason(error)}). The folder is "
+            f"complete; check the network and `hf auth login`, and run the command again."
         ) from error
-    return str(address)
+    return str(url)

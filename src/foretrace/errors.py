@@ -1,26 +1,36 @@
-"""What goes wrong, said for people: what happened, what was expected, what to do."""
+"""Exceptions of foretrace. Messages say what happened, what was expected and what to do."""
 
 
 class ForetraceError(ValueError):
-    """Base of every error that foretrace raises on purpose."""
+    """Base class of all errors that foretrace raises on purpose.
+
+    It is a `ValueError`, so code that catches `ValueError` catches these errors too.
+
+    Example:
+        >>> try:
+        ...     ft.HMM.random(4, 10, eos_token_id=99)
+        ... except ft.ForetraceError as error:
+        ...     print(error)
+        eos_token_id is 99, but the vocabulary ends at 9.
+    """
 
 
 class InvalidInputError(ForetraceError):
-    """An argument cannot be used as it was given."""
+    """An argument has the wrong type, shape or value."""
 
 
 class InvalidModelError(ForetraceError):
-    """Tables that do not make a hidden Markov model."""
+    """The given tables do not form a hidden Markov model."""
 
 
 class InvalidFileError(ForetraceError):
-    """A file or folder that cannot be read as what it should be."""
+    """A file or folder is missing, damaged or has another format than expected."""
 
 
 class TokenizerMismatchError(ForetraceError):
-    """Two things that must share a tokenizer were made with different ones."""
+    """Two objects that must share a tokenizer were made with different ones."""
 
 
 def reason(error: BaseException) -> str:
-    """Give the first line of what another library's error says, or at least its kind."""
+    """Return the first line of an error's message, or its type's name if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

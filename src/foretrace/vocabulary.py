@@ -1,4 +1,4 @@
-"""A short name for a tokenizer's vocabulary, so that mismatches are caught before they do harm."""
+"""Fingerprints of tokenizer vocabularies, which reveal token ids of another tokenizer."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,33 +8,45 @@ from foretrace.errors import TokenizerMismatchError
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Name a vocabulary by its content: `fingerprint(tokenizer.get_vocab())`.
+    """Compute a hash of a tokenizer's vocabulary.
 
-    Two vocabularies share a fingerprint if and only if they map the same tokens to the same ids,
-    in whatever order they list them.
+    Two vocabularies have the same fingerprint if and only if they map the same tokens to the same
+    ids. The order of the entries does not matter.
+
+    Args:
+        vocabulary: Ids by token, as `tokenizer.get_vocab()` returns them.
+
+    Returns:
+        The SHA-256 of the content, as `"sha256:<hexadecimal digits>"`.
+
+    Example:
+        >>> ft.fingerprint({"a": 0, "b": 1}) == ft.fingerprint({"b": 1, "a": 0})
+        True
+        >>> ft.fingerprint({"a": 0})[:15]
+        'sha256:7de71e07'
     """
     digest = hashlib.sha256()
-    for token, index in sorted(vocabulary.items(), key=lambda entry: entry[::-1]):
+    for token, token_id in sorted(vocabulary.items(), key=lambda entry: entry[::-1]):
         encoded = token.encode("utf-8", "surrogatepass")
-        digest.update(b"%d %d " % (index, len(encoded)))  # the length keeps entries apart
+        digest.update(b"%d %d " % (token_id, len(encoded)))  # the length separates the entries
         digest.update(encoded)
     return f"sha256:{digest.hexdigest()}"
 
 
-def described(vocabulary: Mapping[str, int]) -> dict[str, Any]:
-    """Say what an attribute has to know of a tokenizer: how many ids there are, and whose."""
+def tokenizer_settings(vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of `Attribute.fit` that depend on the tokenizer."""
     return {
         "vocab_size": max(vocabulary.values()) + 1,
         "tokenizer_fingerprint": fingerprint(vocabulary),
     }
 
 
-def require_same_fingerprint(name: str, found: str | None, expected: str | None) -> None:
-    """Raise unless both fingerprints agree; an unknown one (`None`) agrees with everything."""
-    if found is None or expected is None or found == expected:
+def require_same_fingerprint(name: str, actual: str | None, expected: str | None) -> None:
+    """Raise unless both fingerprints are equal; an unknown one (`None`) equals every other."""
+    if actual is None or expected is None or actual == expected:
         return
     raise TokenizerMismatchError(
         f"{name} was made with another tokenizer than the one in use: its fingerprint is "
-        f"{found}, the tokenizer's is {expected}. Token ids would mean different words. "
+        f"{actual}, the tokenizer's is {expected}. Token ids would mean different words. "
         f"Use the tokenizer it was made with, or make it anew for this tokenizer."
     )

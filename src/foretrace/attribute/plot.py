@@ -34,7 +34,7 @@ def draw(attribute: Attribute, path: Path) -> None:
     _histograms(left, facts["histograms"])
     _calibration(right, facts["calibration"])
     figure.suptitle(f"{attribute.name}: {facts['held_out_texts']:,} held-out texts")
-    with _io.written_aside(path) as scratch:
+    with _io.atomic_write(path) as scratch:
         figure.savefig(scratch, format="png", dpi=120)
 
 

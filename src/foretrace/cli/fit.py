@@ -138,11 +138,11 @@ class _Fitting:
     """Tokenizes, fits, writes and tells."""
 
     def __init__(self, tokenizer: str, window: int, config: "FitConfig") -> None:
-        from foretrace.vocabulary import described
+        from foretrace.vocabulary import tokenizer_settings
 
         self.tokenizer = load_tokenizer(tokenizer)
         self.window = window
-        self.settings = {"config": config, **described(self.tokenizer.get_vocab())}
+        self.settings = {"config": config, **tokenizer_settings(self.tokenizer.get_vocab())}
 
     def one(
         self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]

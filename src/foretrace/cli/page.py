@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from foretrace._io import written_aside
+from foretrace._io import atomic_write
 
 if TYPE_CHECKING:
     from foretrace.cli.account import Account
@@ -53,7 +53,7 @@ def write_page(path: Path, account: "Account", heading: Heading) -> None:
         headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in goals),
         places=json.dumps(places, ensure_ascii=False).replace("<", "\\u003c"),
     )
-    with written_aside(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text(page, "utf-8")
 
 

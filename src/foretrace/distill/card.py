@@ -20,7 +20,7 @@ hmm = ft.HMM.from_pretrained(FOLDER_OR_HUB_ID)
 def write(folder: Path, hmm: HMM, metrics: Sequence[Mapping[str, Any]]) -> None:
     """Write the card, and the curve if matplotlib is there to draw it."""
     drawn = _draw(folder / CURVE_FILE, metrics)
-    with _io.written_aside(folder / CARD_FILE) as scratch:
+    with _io.atomic_write(folder / CARD_FILE) as scratch:
         scratch.write_text(_text(hmm, curve=drawn), "utf-8")
 
 
@@ -94,6 +94,6 @@ def _draw(path: Path, metrics: Sequence[Mapping[str, Any]]) -> bool:
             axes.axhline(value, ls=style, lw=1, color="gray", label=name)
     axes.set(xlabel="EM steps", ylabel="nats per token")
     axes.legend()
-    with _io.written_aside(path) as scratch:
+    with _io.atomic_write(path) as scratch:
         figure.savefig(scratch, format="png", dpi=150)
     return True

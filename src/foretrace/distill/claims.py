@@ -77,7 +77,7 @@ def _take(claim: Path) -> str | None:
     owner = {"name": name, "host": _host(), "process": os.getpid()}
     for _ in range(2):
         try:
-            with _io.written_aside(claim, replace=False) as scratch:
+            with _io.atomic_write(claim, replace=False) as scratch:
                 scratch.write_text(_io.to_json(claim, owner), "utf-8")
                 now = scratch.stat().st_mtime  # by the clock of whoever keeps the files
             return name

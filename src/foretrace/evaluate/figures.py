@@ -91,7 +91,7 @@ def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: 
 
 
 def _save(figure: Any, path: Path) -> None:
-    with _io.written_aside(path) as scratch:
+    with _io.atomic_write(path) as scratch:
         figure.savefig(scratch, format="png", dpi=150)
 
 

@@ -15,7 +15,7 @@ from foretrace.evaluate.suite import Fitting, MethodPlan, Steer, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
-from foretrace.vocabulary import described
+from foretrace.vocabulary import tokenizer_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def fit_attributes(
     suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> AttributeStore:
     """Fit what the suite steers by; what was fitted before, by the same plan, is kept."""
-    settings = described(tokenizer.get_vocab())
+    settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     for name, plan in suite.attributes.items():
         note = folder / f".{name}.plan.json"

@@ -23,7 +23,7 @@ def write_report(results: Results, folder: Path) -> Path:
     if results["rival"] in results["methods"]:
         lines += ["", *_groups(results, folder)]
     path = folder / "report.md"
-    with _io.written_aside(path) as scratch:
+    with _io.atomic_write(path) as scratch:
         scratch.write_text("\n".join(lines) + "\n", "utf-8")
     return path
 
