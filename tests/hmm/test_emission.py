@@ -5,6 +5,8 @@ import torch
 
 from foretrace.errors import InvalidModelError
 from foretrace.hmm import DenseEmission, Emission, SparseEmission
+from foretrace.hmm.emission import csr
+from foretrace.hmm.probability import transposed
 from tiny import simplex, sparse_emission
 
 STATES, VOCAB = 7, 40
@@ -56,6 +58,29 @@ def test_a_part_says_the_same_of_its_tokens(operator: Emission) -> None:
     for block in (slice(0, 4), slice(0, 1), slice(1, 3), slice(3, 4)):
         torch.testing.assert_close(part.rows(block).predict(beliefs.T), expected[block])
     assert part.nbytes > 0
+
+
+def test_rows_of_a_subset_are_found_without_waiting_for_the_device() -> None:
+    """The meta device holds no values: an operation that copies them to the host raises."""
+    subset = sparse_emission(VOCAB, STATES, share=0.2, seed=3).part(torch.tensor([1, 4, 5, 38]))
+    matrix = subset.matrix
+    indices = matrix.crow_indices().to("meta"), matrix.col_indices().to("meta")
+    on_device = subset._replace(
+        matrix=csr(*indices, matrix.values().to("meta"), (4, STATES)),
+        background=subset.background.to("meta"),
+        leak=subset.leak.to("meta"),
+    )
+    expected = subset.rows(slice(1, 3)).matrix
+    found = on_device.rows(slice(1, 3)).matrix
+    assert found.shape == expected.shape == (2, STATES)
+    assert found.values().shape == expected.values().shape
+
+
+def test_transposing_stays_on_the_device() -> None:
+    table = torch.arange(6.0).reshape(3, 2)
+    assert torch.equal(transposed(table), table.T)
+    assert transposed(table).is_contiguous()
+    assert transposed(table.to("meta")).device.type == "meta"
 
 
 def test_padded_entries_are_the_same() -> None:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
@@ -76,6 +78,7 @@ class Part(NamedTuple):
     matrix: Tensor  # (M, h)
     background: Tensor  # (M,)
     leak: Tensor  # (h,)
+    bounds: NDArray[np.int32] | None = None  # (M + 1,): offsets of a CSR matrix, on the host
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +90,12 @@ class Part(NamedTuple):
         """Give the same of some of the tokens."""
         if block.start == 0 and block.stop == len(self.background):
             return self
-        matrix = self.matrix
-        if matrix.is_sparse_csr:
-            ends = matrix.crow_indices()[[block.start, block.stop]].tolist()
-            some = csr_rows(matrix, block, slice(*ends))
-        else:
-            some = matrix[block]
-        return Part(some, self.background[block], self.leak)
+        if self.bounds is None:
+            return Part(self.matrix[block], self.background[block], self.leak)
+        first, last = int(self.bounds[block.start]), int(self.bounds[block.stop])
+        matrix = csr_rows(self.matrix, block, slice(first, last))
+        bounds = self.bounds[block.start : block.stop + 1] - first
+        return Part(matrix, self.background[block], self.leak, bounds)
 
     def predict(self, beliefs: Tensor) -> Tensor:
         """Give p(x) token-major, of beliefs as columns: (h, n) -> (M, n)."""

@@ -216,7 +216,7 @@ class SparseEmission:
         values = self.values[entry].to(self._scale) * self._scale[states.long()]
         offsets = _from_zero(torch.bincount(row, minlength=len(tokens))).to(torch.int32)
         matrix = csr(offsets, states, values, (len(tokens), self.num_states))
-        return Part(matrix, self.background[tokens], self.leak)
+        return Part(matrix, self.background[tokens], self.leak, offsets.cpu().numpy())
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
