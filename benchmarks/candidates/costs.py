@@ -61,7 +61,7 @@ def _step(bench: Workbench, ids: Tensor) -> Callable[[], object]:
 def _evidence(bench: Workbench, predicted: Tensor) -> Callable[[], object]:
     """Do the two products of a step of evidence."""
     emission = bench.hmm.emission
-    whole = emission.part(torch.arange(bench.hmm.vocab_size))
+    whole = emission.subset(torch.arange(bench.hmm.vocab_size))
     by_state = whole.matrix.t().to_sparse_csr()  # (h, V)
     logits = torch.randn(len(predicted), bench.hmm.vocab_size)
 

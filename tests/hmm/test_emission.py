@@ -53,7 +53,7 @@ def test_blocks_are_parts_of_the_product(operator: Emission) -> None:
 def test_a_part_says_the_same_of_its_tokens(operator: Emission) -> None:
     beliefs, tokens = simplex(5, STATES, seed=1), torch.tensor([1, 4, 5, 38])
     expected = operator.predict(beliefs).T[tokens]
-    part = operator.part(tokens)
+    part = operator.subset(tokens)
     torch.testing.assert_close(part.predict(beliefs.T), expected)
     for block in (slice(0, 4), slice(0, 1), slice(1, 3), slice(3, 4)):
         torch.testing.assert_close(part.rows(block).predict(beliefs.T), expected[block])
@@ -62,7 +62,7 @@ def test_a_part_says_the_same_of_its_tokens(operator: Emission) -> None:
 
 def test_rows_of_a_subset_are_found_without_waiting_for_the_device() -> None:
     """The meta device holds no values: an operation that copies them to the host raises."""
-    subset = sparse_emission(VOCAB, STATES, share=0.2, seed=3).part(torch.tensor([1, 4, 5, 38]))
+    subset = sparse_emission(VOCAB, STATES, share=0.2, seed=3).subset(torch.tensor([1, 4, 5, 38]))
     matrix = subset.matrix
     indices = matrix.crow_indices().to("meta"), matrix.col_indices().to("meta")
     on_device = subset._replace(

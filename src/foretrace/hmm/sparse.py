@@ -1,9 +1,9 @@
-"""Emission as a few entries per token plus a background: small, fast, and still normalised.
+"""Sparse emission probabilities with a rank-one background.
 
     p(x | z) = scale[z] * values[x, z] + leak[z] * background[x]
 
-`values` is sparse (CSR by token); the rank-one background carries what was left out. `scale` is
-derived so that every state's distribution sums to 1 whatever `values` was rounded to on disk.
+`values` is sparse (CSR by token). The background approximates the omitted entries. `scale` is
+computed at construction, so that every state's distribution sums to 1 in every dtype of `values`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.errors import InvalidModelError
-from foretrace.hmm.emission import Part, csr, csr_rows, uniforms
+from foretrace.hmm.emission import EmissionSubset, csr, csr_rows, uniforms
 from foretrace.hmm.probability import (
     blocks_of,
     dtype_name,
@@ -31,10 +31,33 @@ VECTOR_PRODUCTS = torch.backends.mkl.is_available()  # type: ignore[no-untyped-c
 
 @dataclass(frozen=True, eq=False)
 class SparseEmission:
-    """p(x | z) as sparse entries plus a rank-one background.
+    """Emission probabilities as sparse entries plus a rank-one background.
 
-    Shapes: `offsets` (V + 1,), `states` and `values` (entries,), `background` (V,), `leak` (h,).
-    The entries of token x are those from `offsets[x]` to `offsets[x + 1]`, each state at most once.
+    p(x | z) = scale[z] * values[x, z] + leak[z] * background[x], where `scale` normalises the
+    distribution of every state. `HMM.sparsify` builds it from a dense table.
+
+    Attributes:
+        offsets: CSR offsets, (V + 1,). The entries of token x are `offsets[x]:offsets[x + 1]`.
+        states: State of every entry, (entries,). Ascending within a token, without duplicates.
+        values: Probability of every entry before scaling, (entries,).
+        background: Token distribution that all states share, (V,).
+        leak: Weight of the background for every state, (h,), in [0, 1].
+
+    Raises:
+        InvalidModelError: The tensors have wrong dtypes, shapes or values.
+
+    Example:
+        >>> from foretrace.hmm import SparseEmission
+        >>> emission = SparseEmission(
+        ...     offsets=torch.tensor([0, 1, 2]),
+        ...     states=torch.tensor([0, 1]),
+        ...     values=torch.tensor([0.5, 0.5]),
+        ...     background=torch.tensor([0.5, 0.5]),
+        ...     leak=torch.tensor([0.5, 0.5]),
+        ... )
+        >>> emission.rows(torch.tensor([0, 1]))
+        tensor([[0.7500, 0.2500],
+                [0.2500, 0.7500]])
     """
 
     kind: ClassVar[str] = "sparse+background"
@@ -45,8 +68,8 @@ class SparseEmission:
     leak: Tensor
     _scale: Tensor = field(init=False, repr=False)  # (h,)
     _matrix: Tensor = field(init=False, repr=False)  # (V, h), CSR in working precision
-    _bounds: NDArray[np.int32] = field(init=False, repr=False)  # the offsets, on the host
-    _widest: int = field(init=False, repr=False)  # entries of the token that has most
+    _bounds: NDArray[np.int32] = field(init=False, repr=False)  # offsets, on the host
+    _max_entries: int = field(init=False, repr=False)  # of a token
 
     def __post_init__(self) -> None:
         self._check()
@@ -66,7 +89,7 @@ class SparseEmission:
             ),
         }
         bounds = offsets.cpu().numpy()
-        derived |= {"_bounds": bounds, "_widest": int(np.diff(bounds).max(initial=0))}
+        derived |= {"_bounds": bounds, "_max_entries": int(np.diff(bounds).max(initial=0))}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -75,7 +98,7 @@ class SparseEmission:
         entries = self.values.numel()
         if entries >= 1 << 31:
             raise InvalidModelError(
-                f"sparse emission has {entries} entries, but indices are of 32 bits. Sparsify with "
+                f"sparse emission has {entries} entries, but indices have 32 bits. Sparsify with "
                 f"a larger tolerance."
             )
         ends = self.offsets[[0, -1]].tolist()
@@ -86,17 +109,17 @@ class SparseEmission:
             )
         if self.background.numel() != self.vocab_size or bool((self.offsets.diff() < 0).any()):
             raise InvalidModelError(
-                f"sparse emission: offsets must rise, and background must have one entry per "
+                f"sparse emission: offsets must ascend, and background must have one entry per "
                 f"token ({self.vocab_size}), but has {self.background.numel()}."
             )
         if entries and not 0 <= int(self.states.min()) <= int(self.states.max()) < self.num_states:
             raise InvalidModelError(
-                f"sparse emission names states outside 0 to {self.num_states - 1}. Save it again."
+                f"sparse emission has states outside 0 to {self.num_states - 1}. Save it again."
             )
         token = torch.repeat_interleave(self.offsets.diff().long())
         if bool(((token.diff() == 0) & (self.states.int().diff() <= 0)).any()):
             raise InvalidModelError(
-                "sparse emission: the states of a token must rise, each named once. Save it again."
+                "sparse emission: the states of a token must ascend, each named once. Save it again."
             )
         for name in ("values", "background", "leak"):
             tensor: Tensor = getattr(self, name)
@@ -108,7 +131,7 @@ class SparseEmission:
         if abs(float(self.background.sum(dtype=torch.float64)) - 1) > 1e-4:
             raise InvalidModelError("sparse emission: background does not sum to 1. Normalise it.")
         if bool((self.leak > 1).any()):
-            raise InvalidModelError("sparse emission: leak must lie in [0, 1]. Make it again.")
+            raise InvalidModelError("sparse emission: leak must be in [0, 1]. Make it again.")
 
     def _check_dtypes(self) -> None:
         for name in ("values", "background", "leak"):
@@ -128,32 +151,32 @@ class SparseEmission:
                 )
 
     def _derive_scale(self, totals: Tensor) -> Tensor:
-        """Give what makes entries and background of each state sum to 1: (h,), float64."""
-        kept = 1 - self.leak.to(torch.float64) * self.background.sum(dtype=torch.float64)
-        if bool(((totals == 0) & (kept > 1e-4)).any()):
+        """Compute the factor that makes each state's distribution sum to 1: (h,), float64."""
+        entry_mass = 1 - self.leak.to(torch.float64) * self.background.sum(dtype=torch.float64)
+        if bool(((totals == 0) & (entry_mass > 1e-4)).any()):
             raise InvalidModelError(
-                "sparse emission does not sum to 1: a state without entries leaks less than "
-                "everything. Make it with HMM.sparsify."
+                "sparse emission does not sum to 1: a state without entries has a leak below 1. "
+                "Make it with HMM.sparsify."
             )
-        return torch.where(totals > 0, kept.clamp_min(0) / totals, 1.0)
+        return torch.where(totals > 0, entry_mass.clamp_min(0) / totals, 1.0)
 
     @property
     def num_states(self) -> int:
-        """h, the number of hidden states."""
+        """Number of hidden states, h."""
         return self.leak.numel()
 
     @property
     def vocab_size(self) -> int:
-        """V, the number of tokens."""
+        """Number of token ids, V."""
         return self.offsets.numel() - 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the entries are stored in."""
+        """Dtype of the stored entries."""
         return self.values.dtype
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Give p(x | z) of each token for all states: (...) ids -> (..., h)."""
+        """Return p(x | z) of tokens for all states: (...) ids -> (..., h)."""
         flat = tokens.flatten()
         rows = self.background[flat, None] * self.leak  # (n, h)
         if flat.device.type == "cpu":
@@ -165,12 +188,12 @@ class SparseEmission:
         return rows.reshape(*tokens.shape, self.num_states)
 
     def _add_padded(self, rows: Tensor, tokens: Tensor) -> None:
-        """Add the entries of (n,) tokens to (n, h) rows without waiting for the device.
+        """Add the entries of (n,) tokens to (n, h) rows without synchronising with the device.
 
-        All are taken to be as many as the widest token has: to count them would be to wait.
+        Pads every token to the largest number of entries, since counting them would synchronise.
         """
         start, end = self.offsets[tokens, None], self.offsets[tokens + 1, None]
-        entry = start + torch.arange(self._widest, device=tokens.device)
+        entry = start + torch.arange(self._max_entries, device=tokens.device)
         inside = entry < end
         entry = entry.clamp_max(max(0, len(self.states) - 1))
         states = self.states[entry].long()
@@ -178,10 +201,10 @@ class SparseEmission:
         rows.scatter_add_(1, states, added.to(rows.dtype))
 
     def predict(self, belief: Tensor) -> Tensor:
-        """Give p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
+        """Compute p(x) = sum_z belief[z] emission[x, z] for all tokens: (..., h) -> (..., V)."""
         flat = belief.reshape(-1, self.num_states).to(self._matrix.dtype)  # (n, h)
         scaled = flat * self._scale
-        if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a matrix of one column
+        if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a one-column matrix
             entries = torch.mv(self._matrix, scaled[0])[None]
         else:
             entries = transposed(self._matrix @ scaled.T)
@@ -189,37 +212,37 @@ class SparseEmission:
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
 
     def predict_blocks(self, beliefs: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Give p(x) token-major, of beliefs as columns: (h, n) -> blocks, each (block, n).
+        """Compute p(x) for beliefs as columns, a block of tokens at a time: (h, n) -> (block, n).
 
-        All in one memory: on CPUs, new memory for each would cost more than the products.
+        All blocks share one buffer: on CPUs, allocating each costs more than the products.
         """
         columns = beliefs.to(self._matrix.dtype)
         scaled, leaked = columns * self._scale[:, None], self.leak @ columns
-        memory = columns.new_empty(min(size, self.vocab_size), columns.shape[1])
+        buffer = columns.new_empty(min(size, self.vocab_size), columns.shape[1])
         for block in blocks_of(self.vocab_size, size):
-            entries = memory[: block.stop - block.start]
+            entries = buffer[: block.stop - block.start]
             entries.addmm_(self._block(block), scaled, beta=0)
             entries.addcmul_(self.background[block, None], leaked)
             yield block, entries.to(beliefs.dtype)
 
     def _block(self, block: slice) -> Tensor:
-        """Give the entries of a block of tokens as a matrix: (block, h)."""
+        """Return the entries of a block of tokens as a CSR matrix: (block, h)."""
         if block == slice(0, self.vocab_size):
             return self._matrix
-        own = slice(*self._bounds[[block.start, block.stop]].tolist())  # known without waiting
-        return csr_rows(self._matrix, block, own)
+        first, last = int(self._bounds[block.start]), int(self._bounds[block.stop])
+        return csr_rows(self._matrix, block, slice(first, last))
 
-    def part(self, tokens: Tensor) -> Part:
-        """Give what is said of some tokens alone: (M,) ids."""
+    def subset(self, tokens: Tensor) -> EmissionSubset:
+        """Return p(x | z) of some tokens as a CSR matrix: (M,) ids."""
         row, entry = self._entries_of(tokens)
         states = self.states[entry]
         values = self.values[entry].to(self._scale) * self._scale[states.long()]
-        offsets = _from_zero(torch.bincount(row, minlength=len(tokens))).to(torch.int32)
+        offsets = _cumulative(torch.bincount(row, minlength=len(tokens))).to(torch.int32)
         matrix = csr(offsets, states, values, (len(tokens), self.num_states))
-        return Part(matrix, self.background[tokens], self.leak, offsets.cpu().numpy())
+        return EmissionSubset(matrix, self.background[tokens], self.leak, offsets.cpu().numpy())
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """Give sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
+        """Compute the sum over `tokens` of values[x] emission[x, z]: (..., n), (n,) -> (..., h)."""
         row, entry = self._entries_of(tokens)
         expected = values.new_zeros(*values.shape[:-1], self.num_states)
         weighted = values[..., row] * self.values[entry]
@@ -228,11 +251,11 @@ class SparseEmission:
         return expected * self._scale + background * self.leak
 
     def _entries_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """List the entries of (n,) tokens: which of the n each belongs to, and its index."""
+        """List the entries of (n,) tokens: for each entry, the row in `tokens` and its index."""
         start = self.offsets[tokens].long()
         count = self.offsets[tokens + 1].long() - start
         row = torch.repeat_interleave(count)
-        before = count.cumsum(0) - count  # entries of the tokens before
+        before = count.cumsum(0) - count  # entries of the preceding tokens
         entry = torch.arange(len(row), device=row.device) + (start - before)[row]
         return row, entry
 
@@ -240,20 +263,22 @@ class SparseEmission:
         """Draw a token for each state, from its entries or from the background: (n,) -> (n,)."""
         by_state = self.states.argsort(stable=True)
         token = torch.repeat_interleave(self.offsets.diff().long())[by_state]
-        cumulative = _from_zero(self.values[by_state].to(torch.float64))
-        bounds = _from_zero(torch.bincount(self.states, minlength=self.num_states))
+        cumulative = _cumulative(self.values[by_state].to(torch.float64))
+        bounds = _cumulative(torch.bincount(self.states, minlength=self.num_states))
         first, last = bounds[states], bounds[states + 1]
         low, high = cumulative[first], cumulative[last]
         target = low + uniforms(states, generator) * (high - low)
         entry = torch.searchsorted(cumulative, target, right=True) - 1
         entry = entry.clamp(first, torch.maximum(last - 1, first)).clamp(max=len(token) - 1)
-        climb = _from_zero(self.background.to(torch.float64))
-        leaked = torch.searchsorted(climb, uniforms(states, generator) * climb[-1], right=True) - 1
+        cumulative = _cumulative(self.background.to(torch.float64))
+        target = uniforms(states, generator) * cumulative[-1]
+        background_token = torch.searchsorted(cumulative, target, right=True) - 1
+        entry_token = token[entry] if len(token) else background_token
         from_background = uniforms(states, generator) < self.leak[states]
-        return torch.where(from_background, leaked, token[entry] if len(token) else leaked)
+        return torch.where(from_background, background_token, entry_token)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the parameters by name, to be saved; indices as narrow as they fit."""
+        """Return the parameters by name, for saving, with the narrowest dtype for the states."""
         narrow = torch.uint16 if self.num_states <= 1 << 16 else torch.int32
         return {
             "offsets": self.offsets,
@@ -265,14 +290,14 @@ class SparseEmission:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Build it from what `tensors` gave."""
+        """Build the operator from the parameters that `tensors` returned."""
         states = tensors["states"]
-        if states.dtype == torch.uint16:  # `tensors` stores them so; torch cannot index with it
+        if states.dtype == torch.uint16:  # as `tensors` stores them; torch does not index with it
             states = states.to(torch.int32)
         return cls(**{**tensors, "states": states})
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
-        """Move it, or convert its entries; background and leak stay in working precision."""
+        """Return a copy. `dtype` applies to the entries alone."""
         return type(self)(
             self.offsets.to(device),
             self.states.to(device),
@@ -282,6 +307,6 @@ class SparseEmission:
         )
 
 
-def _from_zero(increments: Tensor) -> Tensor:
-    """Sum cumulatively, with a leading zero: (n,) -> (n + 1,)."""
+def _cumulative(increments: Tensor) -> Tensor:
+    """Compute the cumulative sum with a leading zero: (n,) -> (n + 1,)."""
     return torch.cat([increments.new_zeros(1), increments.cumsum(0)])

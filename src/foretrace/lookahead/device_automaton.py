@@ -8,7 +8,7 @@ from torch import Tensor
 from foretrace.attribute.lookup import lookup
 from foretrace.attribute.memory import Memory
 from foretrace.hmm import HMM
-from foretrace.hmm.emission import Part
+from foretrace.hmm.emission import EmissionSubset
 
 
 class DeviceAutomaton(NamedTuple):
@@ -20,7 +20,7 @@ class DeviceAutomaton(NamedTuple):
     targets: Tensor  # (Q, D): distinct successors of each state; the first is that of class 0
     target_index: Tensor  # (Q, C): the column of `targets` that each class leads to
     min_tokens: Tensor  # (Q,): fewest tokens to a state with a final weight above 0
-    emission: Part  # the HMM's emission of `tokens`
+    emission: EmissionSubset  # the HMM's emission of `tokens`
 
     @classmethod
     def from_weighted(cls, weighted: Memory, hmm: HMM) -> Self:
@@ -43,7 +43,7 @@ class DeviceAutomaton(NamedTuple):
             torch.tensor(padded, device=device),
             torch.tensor(target_index, device=device),
             weighted.fewest(hmm.vocab_size).to(device),
-            hmm.emission.part(tokens),
+            hmm.emission.subset(tokens),
         )
 
     @property
