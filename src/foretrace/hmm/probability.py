@@ -1,7 +1,7 @@
-"""Tables of probabilities in any dtype: checked, summed and multiplied without a second copy.
+"""Check, sum and multiply probability tables of any dtype without copying them.
 
-A table rounded to bfloat16 no longer sums to 1. Every operator therefore keeps the totals of its
-table and divides by them as it computes, so that what rounding did to a whole row is undone.
+A table that was rounded to bfloat16 no longer sums to 1. Every operator therefore stores the totals
+of its table and divides by them in its products.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from torch import Tensor
 from foretrace.errors import InvalidModelError
 
 TABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FEW_ROWS = 64  # whose table is turned by a product
-CHUNK_ELEMENTS = 1 << 20  # how much of a table is widened at once: 4 MB of float32
+FEW_ROWS = 64  # up to this many, `transposed` uses a matrix product
+CHUNK_ELEMENTS = 1 << 20  # elements of a table to process at once: 4 MB of float32
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype for beliefs and sums over a table of `dtype`: float64 for float64, else float32."""
+    """Return the dtype for beliefs and sums: float64 for float64 tables, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype for people: `bfloat16`."""
+    """Return a dtype's name without the prefix, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def chunks(table: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Walk over the rows of a (rows, columns) table a few megabytes at a time."""
+    """Iterate over the rows of a (rows, columns) table, a few megabytes at a time."""
     step = max(1, CHUNK_ELEMENTS // max(1, table.shape[1]))
     for start in range(0, table.shape[0], step):
         rows = slice(start, min(start + step, table.shape[0]))
@@ -35,24 +35,24 @@ def chunks(table: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def matmul(values: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply `values @ matrix`; the result has the values' dtype.
+    """Compute `values @ matrix` in the dtype of `values`.
 
-    bfloat16 products run as such, to bfloat16's precision. float16 is widened a few megabytes at a
-    time: it cannot hold a belief that is spread over thousands of states.
+    Products with a bfloat16 matrix run in bfloat16. A float16 matrix is converted a few megabytes
+    at a time, because beliefs over thousands of states underflow in float16.
     """
     if values.dtype == matrix.dtype:
         return values @ matrix
     if matrix.dtype == torch.bfloat16:
         return (values.to(matrix.dtype) @ matrix).to(values.dtype)
     width = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[0]))
-    parts = [values @ part.to(values.dtype) for part in torch.split(matrix, width, dim=1)]
-    return torch.cat(parts, dim=-1)
+    products = [values @ columns.to(values.dtype) for columns in torch.split(matrix, width, dim=1)]
+    return torch.cat(products, dim=-1)
 
 
 def converted(
     table: Tensor, normaliser: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """Move or convert a table. A finer dtype can hold the normaliser: it is folded in."""
+    """Move or convert a table. If the new dtype is more precise, apply the normaliser to it."""
     moved = table.to(device=device, dtype=dtype)
     if torch.finfo(moved.dtype).eps < torch.finfo(table.dtype).eps:
         moved.mul_(normaliser.to(moved))
@@ -60,7 +60,7 @@ def converted(
 
 
 def require_table_dtype(name: str, dtype: torch.dtype) -> None:
-    """Insist on a dtype that probabilities can be stored in."""
+    """Raise unless probabilities can be stored in `dtype`."""
     if dtype not in TABLE_DTYPES:
         raise InvalidModelError(
             f"{name} cannot be {dtype_name(dtype)}: convert it to "
@@ -69,9 +69,9 @@ def require_table_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def distribution_totals(name: str, table: Tensor, *, dim: int) -> Tensor:
-    """Sum a (rows, columns) table over `dim`, and insist that it holds distributions along it.
+    """Sum a (rows, columns) table over `dim`, and raise unless it holds distributions along it.
 
-    Returns the totals in float64; they differ from 1 by no more than rounding can explain.
+    Returns the totals in float64. They may differ from 1 by rounding errors only.
     """
     require_table_dtype(name, table.dtype)
     if table.dim() != 2 or 0 in table.shape:
@@ -87,47 +87,48 @@ def distribution_totals(name: str, table: Tensor, *, dim: int) -> Tensor:
         else:
             totals[rows] = sums
         negative |= (chunk < 0).any()
-    _require_distributions(name, totals, bool(negative), _slack(table.dtype, table.shape[dim]))
+    tolerance = _rounding_error(table.dtype, table.shape[dim])
+    _require_distributions(name, totals, bool(negative), tolerance)
     return totals
 
 
-def _slack(dtype: torch.dtype, size: int) -> float:
-    """Bound how far from 1 rounding `size` probabilities to `dtype` can take their sum."""
+def _rounding_error(dtype: torch.dtype, size: int) -> float:
+    """Return a bound on the rounding error of the sum of `size` probabilities in `dtype`."""
     limits = torch.finfo(dtype)
     return 1e-4 + limits.eps + size * limits.smallest_normal * limits.eps
 
 
-def _require_distributions(name: str, totals: Tensor, negative: bool, slack: float) -> None:
+def _require_distributions(name: str, totals: Tensor, negative: bool, tolerance: float) -> None:
     if not bool(totals.isfinite().all()):
         raise InvalidModelError(
-            f"{name} holds NaN or infinity. Was its training interrupted or did it diverge? "
+            f"{name} holds NaN or infinity. Training may have diverged or been interrupted. "
             f"Make it again; foretrace never writes such a table."
         )
     if negative:
         raise InvalidModelError(
-            f"{name} holds negative numbers, so it is not a table of probabilities. If it holds "
-            f"logarithms, give their exponentials."
+            f"{name} holds negative numbers, which are not probabilities. If it holds "
+            f"logarithms, pass their exponentials."
         )
     error = (totals - 1).abs()
-    if float(error.max()) > slack:
+    if float(error.max()) > tolerance:
         worst = int(error.argmax())
-        whose = f" for state {worst}" if len(totals) > 1 else ""
+        state = f" for state {worst}" if len(totals) > 1 else ""
         raise InvalidModelError(
-            f"{name} does not sum to 1{whose}: it sums to {float(totals[worst]):.6g}. Normalise "
+            f"{name} does not sum to 1{state}: it sums to {float(totals[worst]):.6g}. Normalise "
             f"it, or check that it is not transposed."
         )
 
 
 def blocks_of(total: int, size: int) -> Iterator[slice]:
-    """Cut a range into blocks."""
+    """Split range(total) into slices of at most `size` elements."""
     for first in range(0, total, size):
         yield slice(first, min(first + size, total))
 
 
 def transposed(table: Tensor) -> Tensor:
-    """Turn (V, n) into (n, V), row-major: sorting and softmax read rows.
+    """Transpose (V, n) to a contiguous (n, V), which sorting and softmax read row by row.
 
-    Of few rows, a product with the identity makes it three times as fast as a copy, on CPUs.
+    On CPUs, for few rows, a product with the identity matrix is three times as fast as a copy.
     """
     rows = table.shape[1]
     if rows > FEW_ROWS or table.device.type != "cpu":

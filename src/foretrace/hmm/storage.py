@@ -1,4 +1,4 @@
-"""An HMM on disk: `config.json` and `hmm.safetensors`, in a folder or a repository of the hub."""
+"""Save and load an HMM: `config.json` and `hmm.safetensors`, in a folder or a hub repository."""
 
 import os
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ EMISSIONS: dict[str, type[Emission]] = {
 Operator = TypeVar("Operator", Transition, Emission)
 
 
-class Stored(NamedTuple):
-    """What a folder holds: the parts of an HMM."""
+class StoredHMM(NamedTuple):
+    """The arguments of `HMM`, as they were read from a folder."""
 
     initial: Tensor
     transition: Transition
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def named_tensors(hmm: Parameters) -> dict[str, Tensor]:
-    """Give all parameters under the names that they have in the file."""
+    """Return all parameters by their names in the file."""
     named = {"initial": hmm.initial}
     named |= {f"transition.{name}": tensor for name, tensor in hmm.transition.tensors().items()}
     named |= {f"emission.{name}": tensor for name, tensor in hmm.emission.tensors().items()}
@@ -46,8 +46,8 @@ def named_tensors(hmm: Parameters) -> dict[str, Tensor]:
 
 
 def write(folder: Path, hmm: Parameters, config: HMMConfig) -> None:
-    """Write both files, aside first, then named one right after the other."""
-    save_id = uuid4().hex  # the same in both files, so that a torn pair is seen at load
+    """Write both files atomically, one rename right after the other."""
+    save_id = uuid4().hex  # in both files: reveals a pair from different saves at load
     layout = {
         "format_version": FORMAT_VERSION,
         "num_states": len(hmm.initial),
@@ -67,8 +67,8 @@ def write(folder: Path, hmm: Parameters, config: HMMConfig) -> None:
 
 def read(
     source: str | os.PathLike[str], revision: str | None, tokenizer_fingerprint: str | None
-) -> Stored:
-    """Map both files into memory and check that they belong together."""
+) -> StoredHMM:
+    """Map both files into memory, and check that they belong together."""
     folder = _io.locate(source, revision, [CONFIG_FILE, TENSOR_FILE])
     content = _io.read_json(folder / CONFIG_FILE)
     config = HMMConfig.from_json(content, str(folder / CONFIG_FILE))
@@ -84,7 +84,7 @@ def read(
     _check_shapes(tensors, content, path)
     transition = _operator(TRANSITIONS, "transition", tensors, content, path)
     emission = _operator(EMISSIONS, "emission", tensors, content, path)
-    return Stored(tensors["initial"], transition, emission, config)
+    return StoredHMM(tensors["initial"], transition, emission, config)
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], content: Mapping[str, Any], path: Path) -> None:
@@ -112,28 +112,29 @@ def _check_shapes(tensors: Mapping[str, Tensor], content: Mapping[str, Any], pat
 
 def _operator(
     kinds: Mapping[str, type[Operator]],
-    part: str,
+    role: str,
     tensors: Mapping[str, Tensor],
     content: Mapping[str, Any],
     path: Path,
 ) -> Operator:
-    kind = str(content.get(part))
+    """Build the transition or the emission from the tensors whose names begin with `role`."""
+    kind = str(content.get(role))
     if kind not in kinds:
         raise InvalidFileError(
-            f"{path}: {part} is '{kind}', but this foretrace knows {', '.join(kinds)}. "
+            f"{path}: {role} is '{kind}', but this foretrace knows {', '.join(kinds)}. "
             f"Upgrade foretrace, or save the HMM in one of these forms."
         )
-    own = {
-        name.removeprefix(f"{part}."): tensor
+    role_tensors = {
+        name.removeprefix(f"{role}."): tensor
         for name, tensor in tensors.items()
-        if name.startswith(f"{part}.")
+        if name.startswith(f"{role}.")
     }
     try:
-        return kinds[kind].from_tensors(own)
+        return kinds[kind].from_tensors(role_tensors)
     except InvalidModelError as error:
         raise InvalidFileError(f"{path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise InvalidFileError(
-            f"{path}: a {kind} {part} cannot be made of {', '.join(own) or 'nothing'} ({error}). "
-            f"Save or download it again."
+            f"{path}: a {kind} {role} cannot be made of {', '.join(role_tensors) or 'nothing'} "
+            f"({error}). Save or download it again."
         ) from error
