@@ -45,7 +45,9 @@ def atomic_write(path: Path, *, replace: bool = True) -> Iterator[Path]:
     scratch = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         scratch.touch()
-        mode = scratch.stat().st_mode  # as the umask allows; some writers create files with fewer rights
+        mode = (
+            scratch.stat().st_mode
+        )  # as the umask allows; some writers create files with fewer rights
         yield scratch
         scratch.chmod(mode)
         _flush_to_disk(scratch)

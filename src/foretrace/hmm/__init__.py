@@ -1,4 +1,4 @@
-"""The hidden Markov model. It knows tensors; it knows no text, no tokenizer and no LM."""
+"""Hidden Markov models over token ids, independent of tokenizers and language models."""
 
 from foretrace.hmm.config import HMMConfig
 from foretrace.hmm.emission import DenseEmission, Emission

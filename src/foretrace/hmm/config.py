@@ -1,4 +1,4 @@
-"""What is known about an HMM beside its tables, and how it stands in `config.json`."""
+"""Metadata of an HMM, and its representation in `config.json`."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,37 +16,60 @@ LAYOUT_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class HMMConfig:
-    """Where an HMM comes from and what it belongs to."""
+    """Metadata of an HMM: its origin and the tokenizer it belongs to.
+
+    Attributes:
+        eos_token_ids: End-of-text token ids. The last state of the HMM emits them and is absorbing.
+        tokenizer_fingerprint: `foretrace.fingerprint` of the tokenizer's vocabulary.
+        source_model: Name of the LM that the HMM was distilled from.
+        distillation: Settings and metrics of the distillation: sequences, length, epochs, seed.
+        sparsification: Settings and measured losses of `HMM.sparsify`, if it was applied.
+
+    Example:
+        >>> ft.HMMConfig(eos_token_ids=(0,), source_model="my-model").eos_token_ids
+        (0,)
+    """
 
     eos_token_ids: tuple[int, ...] = ()
-    """Ids that end a text; the HMM's last state then emits them for ever."""
     tokenizer_fingerprint: str | None = None
-    """`foretrace.fingerprint` of the vocabulary that the token ids belong to."""
     source_model: str | None = None
-    """Name of the LM that the HMM was distilled from."""
     distillation: Mapping[str, Any] = field(default_factory=dict)
-    """How it was distilled: sequences, length, epochs, seed, figures."""
     sparsification: Mapping[str, float] | None = None
-    """What `HMM.sparsify` cost, if it was applied."""
 
     def to_json(self) -> dict[str, Any]:
-        """Give the fields as JSON can hold them."""
+        """Return the fields as a dictionary for `config.json`.
+
+        Example:
+            >>> ft.HMMConfig(eos_token_ids=(0,)).to_json()["eos_token_ids"]
+            (0,)
+        """
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> Self:
-        """Read the fields from a `config.json`; unknown keys warn, other versions are refused."""
+        """Read the fields from the content of a `config.json`. Unknown keys raise a warning.
+
+        Args:
+            content: The parsed file.
+            where: Name of the file, for error messages.
+
+        Returns:
+            The metadata.
+
+        Raises:
+            InvalidFileError: The format version is another one, or a field has the wrong type.
+        """
         version = content.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
             raise InvalidFileError(
                 f"{where} has format version {version!r}, but this foretrace reads version "
                 f"{FORMAT_VERSION}. {_advice(version)}"
             )
-        known = {entry.name for entry in fields(cls)}
-        unknown = sorted(set(content) - known - LAYOUT_KEYS)
+        names = {entry.name for entry in fields(cls)}
+        unknown = sorted(set(content) - names - LAYOUT_KEYS)
         if unknown:
             warnings.warn(f"{where}: ignored unknown keys {', '.join(unknown)}", stacklevel=3)
-        values = {key: value for key, value in content.items() if key in known}
+        values = {key: value for key, value in content.items() if key in names}
         for key, value in values.items():
             if not _IS_VALID[key](value):
                 raise InvalidFileError(
@@ -79,5 +102,5 @@ def _advice(version: object) -> str:
         return "Upgrade foretrace: pip install -U foretrace."
     return (
         "If it is a checkpoint of TRACE or Ctrl-G, convert it: foretrace hmm convert SOURCE --out "
-        "FOLDER; else save it again."
+        "FOLDER. Otherwise save it again."
     )

@@ -1,8 +1,9 @@
-"""Reading the HMMs that others have published: the checkpoints of TRACE and of Ctrl-G.
+"""Convert the published checkpoints of TRACE and Ctrl-G.
 
-Both store `alpha_exp` (h, h), the transition's probabilities, and `beta` (h, V), the emission's
-logarithms, state-major. The initial distribution is `gamma_exp` (1, h), probabilities, in TRACE's
-and `gamma`, logarithms, in Ctrl-G's. Only safetensors are read: a pickle runs whatever is in it.
+Both store `alpha_exp` (h, h), the transition probabilities, and `beta` (h, V), the logarithms of
+the emission probabilities, state-major. The initial distribution is `gamma_exp` (1, h) in TRACE
+(probabilities) and `gamma` in Ctrl-G (logarithms). Only safetensors files are read, because loading
+a pickle can run arbitrary code.
 """
 
 import os
@@ -24,7 +25,34 @@ TENSOR_FILE = "model.safetensors"
 
 
 def read_published(source: str | os.PathLike[str], *, revision: str | None = None) -> HMM:
-    """Read a checkpoint of TRACE or Ctrl-G: a local folder, or a repository of the hub."""
+    """Load a checkpoint of TRACE or Ctrl-G as an `HMM`.
+
+    Args:
+        source: A local folder or a Hugging Face hub repository, with `config.json` and
+            `model.safetensors`.
+        revision: Branch, tag or commit of the hub repository.
+
+    Returns:
+        A dense HMM. Its `config.distillation` names the source.
+
+    Raises:
+        InvalidFileError: A file is missing or damaged, or it is another kind of checkpoint.
+
+    Example:
+        >>> from foretrace.hmm.convert import read_published
+        >>> from safetensors.torch import save_file
+        >>> (folder / "trace").mkdir()
+        >>> tables = {
+        ...     "gamma_exp": torch.tensor([[0.5, 0.5]]),
+        ...     "alpha_exp": torch.eye(2),
+        ...     "beta": torch.full((2, 4), 0.25).log(),
+        ... }
+        >>> save_file(tables, folder / "trace" / "model.safetensors")
+        >>> (folder / "trace" / "config.json").write_text('{"eos_token_id": 3}')
+        19
+        >>> read_published(folder / "trace")
+        HMM(2 states, 4 tokens, dense transition, dense emission, float32, cpu)
+    """
     folder = _io.locate(source, revision, [CONFIG_FILE, TENSOR_FILE])
     path = folder / TENSOR_FILE
     settings = _io.read_json(folder / CONFIG_FILE)
@@ -32,8 +60,9 @@ def read_published(source: str | os.PathLike[str], *, revision: str | None = Non
         tensors, _ = _io.read_tensors(path)
     except InvalidFileError as error:
         raise InvalidFileError(
-            f"{error} If the checkpoint is a pickle (pytorch_model.bin), which foretrace never "
-            f"opens since it can run code, load it where you trust it and save it with safetensors."
+            f"{error} If the checkpoint is a pickle (pytorch_model.bin), foretrace does not "
+            f"read it, because it can run code: load it where you trust it, and save it with "
+            f"safetensors."
         ) from error
     initial = _initial(tensors, path)
     states = initial.numel()
@@ -72,7 +101,7 @@ def _initial(tensors: Mapping[str, Tensor], path: Path) -> Tensor:
 
 
 def _token_major_exponential(log_emission: Tensor) -> Tensor:
-    """Turn (h, V) logarithms into (V, h) probabilities, a few megabytes at a time."""
+    """Convert (h, V) log-probabilities to (V, h) probabilities, a few megabytes at a time."""
     states, vocab = log_emission.shape
     emission = torch.empty(vocab, states, dtype=log_emission.dtype)
     for rows, chunk in chunks(log_emission):

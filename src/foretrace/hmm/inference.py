@@ -1,11 +1,11 @@
-"""Inference as pure functions: linear space, normalised at every step, batched, maskable.
+"""Batched HMM inference as pure functions, in linear space with normalisation at every step.
 
-Shapes: batch B, length T, states h, vocabulary V. A `mask` is (B, T), True where there is a token;
-positions without one are passed over as if they were not there, at either end or in between.
+Shapes: batch B, length T, states h, vocabulary V. A `mask` is (B, T) and True where there is a
+token. Masked positions are skipped, at either end or in between.
 
-An impossible token, one with probability below `IMPOSSIBLE` given what came before, has no
-posterior. It counts as log(IMPOSSIBLE) = -69.08 nats, and the belief stays as it was predicted:
-the filter carries on, and nothing becomes NaN or infinite.
+A token whose probability given the preceding tokens is below `IMPOSSIBLE` has no posterior. Its log
+probability counts as log(IMPOSSIBLE) = -69.08 nats, and the belief stays the predicted one, so that
+no result is NaN or infinite.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,13 @@ IMPOSSIBLE = 1e-30
 
 
 class Parameters(Protocol):
-    """The three parts of an HMM."""
+    """Interface of the parameters of an HMM; `HMM` implements it.
+
+    Attributes:
+        initial: p(z_1), (h,).
+        transition: p(z' | z).
+        emission: p(x | z).
+    """
 
     @property
     def initial(self) -> Tensor:
@@ -38,31 +44,61 @@ class Parameters(Protocol):
 
 
 class Conditioned(NamedTuple):
-    """The state after a token, and how likely the token was."""
+    """The belief after a token, and the token's log probability.
 
-    belief: Tensor  # (..., h): p(z_t | x up to t)
-    log_probability: Tensor  # (...): log p(x_t | x before t)
+    Attributes:
+        belief: p(z_t | x up to t), (..., h).
+        log_probability: log p(x_t | x before t), (...).
+    """
+
+    belief: Tensor
+    log_probability: Tensor
 
 
 class Filtered(NamedTuple):
-    """The filter at one position, (B, ...), or along whole sequences, (B, T, ...)."""
+    """The result of filtering, at one position, (B, ...), or at all positions, (B, T, ...).
 
-    belief: Tensor  # (..., h): p(z_t | x up to t)
-    predicted: Tensor  # (..., h): p(z_t+1 | x up to t)
-    log_probability: Tensor  # (...): log p(x_t | x before t); 0 where masked
+    Attributes:
+        belief: p(z_t | x up to t), (..., h).
+        predicted: p(z_t+1 | x up to t), (..., h).
+        log_probability: log p(x_t | x before t), (...); 0 where masked.
+    """
+
+    belief: Tensor
+    predicted: Tensor
+    log_probability: Tensor
 
 
 class Sampled(NamedTuple):
-    """Sequences drawn from an HMM, with the states that emitted them."""
+    """Sequences drawn from an HMM, with the states that emitted them.
 
-    tokens: Tensor  # (B, T)
-    states: Tensor  # (B, T)
+    Attributes:
+        tokens: Token ids, (B, T).
+        states: State indices, (B, T).
+    """
+
+    tokens: Tensor
+    states: Tensor
 
 
 def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditioned:
-    """Take one token into account, by Bayes' rule: (..., h) predicted, (...) ids.
+    """Update the predicted state distribution with one token, by Bayes' rule.
 
     belief[z] is proportional to predicted[z] emission[x, z]: eq. (forward), normalised.
+
+    Args:
+        emission: Emission probabilities p(x | z).
+        predicted: p(z_t | x before t), (..., h).
+        tokens: Token ids x_t, (...).
+
+    Returns:
+        The belief and the log probability of the tokens.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> predicted = hmm.initial.expand(2, -1)
+        >>> inference.condition(hmm.emission, predicted, torch.tensor([3, 5])).belief.shape
+        torch.Size([2, 8])
     """
     joint = predicted * emission.rows(tokens)
     probability = joint.sum(-1)
@@ -73,45 +109,103 @@ def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditio
 
 
 def step(hmm: Parameters, predicted: Tensor, tokens: Tensor) -> Filtered:
-    """Advance the filter by one token: (B, h) predicted, (B,) ids."""
+    """Advance the filter by one token.
+
+    Args:
+        hmm: The HMM.
+        predicted: p(z_t | x before t), (B, h); `hmm.initial` before the first token.
+        tokens: Token ids x_t, (B,).
+
+    Returns:
+        The belief, the prediction for the next position and the log probability of the tokens.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> first = inference.step(hmm, hmm.initial.expand(1, -1), torch.tensor([3]))
+        >>> second = inference.step(hmm, first.predicted, torch.tensor([5]))
+        >>> total = first.log_probability + second.log_probability
+        >>> torch.allclose(total, hmm.log_likelihood(torch.tensor([[3, 5]])))
+        True
+    """
     belief, log_probability = condition(hmm.emission, predicted, tokens)
     predicted = hmm.transition.predict(belief)
-    predicted = predicted / predicted.sum(-1, keepdim=True)  # products in half precision round
+    predicted = predicted / predicted.sum(-1, keepdim=True)  # half-precision products round
     return Filtered(belief, predicted, log_probability)
 
 
 def scan(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Iterator[Filtered]:
-    """Run the filter along (B, T) tokens, one position at a time, in constant memory."""
+    """Run the filter over sequences, one position at a time, in constant memory.
+
+    Args:
+        hmm: The HMM.
+        tokens: Token ids, (B, T).
+        mask: True where there is a token, (B, T). None for no padding.
+
+    Yields:
+        The result at every position, (B, ...). Where masked, that of the position before.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> [result.belief.shape for result in inference.scan(hmm, torch.tensor([[3, 5]]))]
+        [torch.Size([1, 8]), torch.Size([1, 8])]
+    """
     predicted = belief = hmm.initial.expand(len(tokens), -1)
     for position in range(tokens.shape[1]):
         advanced = step(hmm, predicted, tokens[:, position])
         if mask is not None:
-            seen = mask[:, position]
-            kept = seen.unsqueeze(-1)
+            present = mask[:, position]
+            present_column = present.unsqueeze(-1)
             advanced = Filtered(
-                torch.where(kept, advanced.belief, belief),
-                torch.where(kept, advanced.predicted, predicted),
-                torch.where(seen, advanced.log_probability, 0.0),
+                torch.where(present_column, advanced.belief, belief),
+                torch.where(present_column, advanced.predicted, predicted),
+                torch.where(present, advanced.log_probability, 0.0),
             )
         belief, predicted, _ = advanced
         yield advanced
 
 
 def filter(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Filtered:
-    """Run the filter along (B, T) tokens and keep every position: fields (B, T, ...).
+    """Run the filter over sequences and return the results at all positions.
 
-    Where masked, belief and predicted are those of the position before, at the start `initial`.
+    Args:
+        hmm: The HMM.
+        tokens: Token ids, (B, T).
+        mask: True where there is a token, (B, T). None for no padding.
+
+    Returns:
+        Fields of shape (B, T, ...). Where masked, belief and predicted are those of the position
+        before, or `hmm.initial` at the start.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> inference.filter(hmm, torch.tensor([[3, 5]])).predicted.shape
+        torch.Size([1, 2, 8])
     """
-    whole = hmm.initial.new_empty(2, *tokens.shape, len(hmm.initial))
+    belief = hmm.initial.new_empty(*tokens.shape, len(hmm.initial))
+    predicted = torch.empty_like(belief)
     log_probability = hmm.initial.new_empty(tokens.shape)
     for position, filtered in enumerate(scan(hmm, tokens, mask)):
-        whole[0, :, position], whole[1, :, position] = filtered.belief, filtered.predicted
+        belief[:, position], predicted[:, position] = filtered.belief, filtered.predicted
         log_probability[:, position] = filtered.log_probability
-    return Filtered(whole[0], whole[1], log_probability)
+    return Filtered(belief, predicted, log_probability)
 
 
 def log_likelihood(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Give log p(x_1 .. x_T) of every row: (B, T) ids -> (B,)."""
+    """Compute the log-likelihood of every sequence, in nats.
+
+    Args:
+        hmm: The HMM.
+        tokens: Token ids, (B, T).
+        mask: True where there is a token, (B, T). None for no padding.
+
+    Returns:
+        log p(x_1 .. x_T), (B,).
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> inference.log_likelihood(hmm, torch.tensor([[3, 5], [5, 3]])).shape
+        torch.Size([2])
+    """
     predicted = hmm.initial.expand(len(tokens), -1)
     total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     before_last = slice(0, tokens.shape[1] - 1)
@@ -119,19 +213,32 @@ def log_likelihood(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) 
     for filtered in scan(hmm, tokens[:, before_last], earlier_mask):
         total += filtered.log_probability
         predicted = filtered.predicted
-    last = condition(hmm.emission, predicted, tokens[:, -1]).log_probability  # no step after it
+    last = condition(hmm.emission, predicted, tokens[:, -1]).log_probability  # without a transition
     total += last if mask is None else torch.where(mask[:, -1], last, 0.0)
     return total.to(predicted.dtype)
 
 
 def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Give the posteriors p(z_t | x_1 .. x_T): (B, T) ids -> (B, T, h), 0 where masked.
+    """Compute the state posteriors given the complete sequences.
 
     Backward from the filter: p(z_t | all) = belief[z_t] sum_z' transition[z_t, z'] ratio[z'], with
     ratio = p(z' | all) / p(z' | x up to t). Every factor is a distribution or a quotient of two, so
-    that the length of the text does not matter. A state whose belief has fallen below the smallest
-    number of the dtype is forgotten; if all the later evidence is for such states, the filter's own
-    belief is the answer.
+    long sequences do not underflow. States whose belief underflows are dropped. If later tokens
+    support only dropped states, the posterior is the filter's belief.
+
+    Args:
+        hmm: The HMM.
+        tokens: Token ids, (B, T).
+        mask: True where there is a token, (B, T). None for no padding.
+
+    Returns:
+        p(z_t | x_1 .. x_T), (B, T, h); 0 where masked.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> posterior = inference.smooth(hmm, torch.tensor([[3, 5, 7]]))
+        >>> torch.allclose(posterior.sum(-1), torch.ones(1, 3))
+        True
     """
     filtered = filter(hmm, tokens, mask)
     posterior = torch.zeros_like(filtered.belief)
@@ -148,17 +255,33 @@ def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tenso
         if mask is None:
             posterior[:, position], ratio = current, quotient
         else:
-            kept = mask[:, position].unsqueeze(-1)
-            posterior[:, position] = torch.where(kept, current, 0.0)
-            ratio = torch.where(kept, quotient, ratio)
+            present = mask[:, position].unsqueeze(-1)
+            posterior[:, position] = torch.where(present, current, 0.0)
+            ratio = torch.where(present, quotient, ratio)
     return posterior
 
 
 def sample(
     hmm: Parameters, count: int, length: int, generator: torch.Generator | None = None
 ) -> Sampled:
-    """Draw `count` sequences of `length` tokens, and the states behind them."""
-    width = max(1, CHUNK_ELEMENTS // len(hmm.initial))  # sequences at once
+    """Draw sequences, and the states that emitted them.
+
+    Args:
+        hmm: The HMM.
+        count: Number of sequences.
+        length: Tokens per sequence.
+        generator: Source of random numbers; None for the global one.
+
+    Returns:
+        The tokens and the states.
+
+    Example:
+        >>> from foretrace.hmm import inference
+        >>> drawn = inference.sample(hmm, 2, 5, torch.Generator().manual_seed(0))
+        >>> drawn.tokens.shape, drawn.states.shape
+        (torch.Size([2, 5]), torch.Size([2, 5]))
+    """
+    width = max(1, CHUNK_ELEMENTS // len(hmm.initial))  # sequences per chunk
     blocks = [
         _sample_states(hmm, min(width, count - start), length, generator)
         for start in range(0, count, width)
@@ -176,6 +299,6 @@ def _sample_states(
     for _ in range(length):
         state = torch.multinomial(predicted, 1, generator=generator)
         path.append(state)
-        # A state that is known is a belief in it alone: no third product in the protocol.
+        # A one-hot belief selects a row of the transition with the operator's own product.
         predicted = hmm.transition.predict(torch.zeros_like(predicted).scatter(1, state, 1.0))
     return torch.cat(path, dim=1)

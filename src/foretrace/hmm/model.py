@@ -1,4 +1,4 @@
-"""The hidden Markov model: three frozen parts, and what one does with them."""
+"""The hidden Markov model."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -21,11 +21,33 @@ from foretrace.hmm.transition import DenseTransition, Transition
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class HMM:
-    """A hidden Markov model over tokens, frozen: threads and requests share one.
+    """A hidden Markov model over token ids.
 
-    `initial` is p(z_1), (h,); `transition` p(z' | z) and `emission` p(x | z) are operators. Tensors
-    are taken as dense: transition (h, h) with `transition[z, z']`, emission (V, h) with
-    `emission[x, z]`, token-major.
+    It is immutable: threads and requests can share one.
+
+    Args:
+        initial: p(z_1), (h,).
+        transition: p(z' | z): a dense (h, h) tensor, `transition[z, z']`, or a `Transition`.
+        emission: p(x | z): a dense (V, h) tensor, `emission[x, z]`, or an `Emission`.
+        config: Metadata.
+
+    Attributes:
+        initial: p(z_1), (h,).
+        transition: p(z' | z) as an operator.
+        emission: p(x | z) as an operator.
+        config: Metadata.
+
+    Raises:
+        InvalidInputError: An argument is neither a tensor nor an operator.
+        InvalidModelError: Shapes do not match, or a table does not hold distributions.
+
+    Example:
+        >>> ft.HMM(
+        ...     initial=torch.tensor([0.5, 0.5]),
+        ...     transition=torch.tensor([[0.9, 0.1], [0.2, 0.8]]),
+        ...     emission=torch.tensor([[0.7, 0.0], [0.3, 0.4], [0.0, 0.6]]),
+        ... )
+        HMM(2 states, 3 tokens, dense transition, dense emission, float32, cpu)
     """
 
     initial: Tensor
@@ -40,36 +62,39 @@ class HMM:
         emission: Tensor | Emission,
         config: HMMConfig | None = None,
     ) -> None:
-        parts = {"initial": initial, "transition": transition, "emission": emission}
-        for name, part in parts.items():
-            if not isinstance(part, Tensor | Transition | Emission):
+        arguments = {"initial": initial, "transition": transition, "emission": emission}
+        for name, argument in arguments.items():
+            if not isinstance(argument, Tensor | Transition | Emission):
                 raise InvalidInputError(
-                    f"{name} is of type {type(part).__name__}. Give a torch tensor; "
-                    f"torch.from_numpy makes one of an array."
+                    f"{name} has type {type(argument).__name__}. Pass a torch tensor; "
+                    f"torch.from_numpy converts an array."
                 )
         if initial.dim() != 1:
             raise InvalidModelError(
                 f"initial has the shape {tuple(initial.shape)}, but must be (states,)."
             )
         config = config or HMMConfig()
-        moves = DenseTransition(transition) if isinstance(transition, Tensor) else transition
-        speaks = DenseEmission(emission) if isinstance(emission, Tensor) else emission
-        work = torch.promote_types(working_dtype(moves.dtype), working_dtype(speaks.dtype))
+        if isinstance(transition, Tensor):
+            transition = DenseTransition(transition)
+        if isinstance(emission, Tensor):
+            emission = DenseEmission(emission)
+        work = torch.promote_types(working_dtype(transition.dtype), working_dtype(emission.dtype))
         total = distribution_totals("initial", initial[None], dim=1)
-        states = {len(initial), moves.num_states, speaks.num_states}
-        if len(states) != 1:
+        if not len(initial) == transition.num_states == emission.num_states:
             raise InvalidModelError(
-                f"initial has {len(initial)} states, transition {moves.num_states} and emission "
-                f"{speaks.num_states}; all three must agree. emission is token-major: (V, h)."
+                f"initial has {len(initial)} states, transition {transition.num_states} and "
+                f"emission {emission.num_states}; all three must agree. emission is token-major: "
+                f"(V, h)."
             )
-        bad = [token for token in config.eos_token_ids if not 0 <= token < speaks.vocab_size]
-        if bad:
+        outside = [token for token in config.eos_token_ids if not 0 <= token < emission.vocab_size]
+        if outside:
             raise InvalidModelError(
-                f"eos_token_ids names {bad}, but the vocabulary ends at {speaks.vocab_size - 1}."
+                f"eos_token_ids has {outside}, but the vocabulary ends at "
+                f"{emission.vocab_size - 1}."
             )
         object.__setattr__(self, "initial", _normalised(initial, total).to(work))
-        object.__setattr__(self, "transition", moves)
-        object.__setattr__(self, "emission", speaks)
+        object.__setattr__(self, "transition", transition)
+        object.__setattr__(self, "emission", emission)
         object.__setattr__(self, "config", config)
 
     @classmethod
@@ -83,7 +108,27 @@ class HMM:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Draw every distribution uniformly; `eos_token_id` is what the last state alone says."""
+        """Build an HMM whose distributions are drawn uniformly from the simplex.
+
+        Args:
+            num_states: Number of hidden states, h.
+            vocab_size: Number of token ids, V.
+            eos_token_id: End-of-text token. The last state is then absorbing, and it alone emits
+                this token. None for no end-of-text token.
+            seed: Seed of the random numbers.
+            dtype: Dtype of the tables.
+            device: Device of the tables.
+
+        Returns:
+            A dense HMM.
+
+        Raises:
+            InvalidInputError: `eos_token_id` is outside the vocabulary.
+
+        Example:
+            >>> ft.HMM.random(8, 20, eos_token_id=0, seed=1)
+            HMM(8 states, 20 tokens, dense transition, dense emission, float32, cpu)
+        """
         if eos_token_id is not None and not 0 <= eos_token_id < vocab_size:
             raise InvalidInputError(
                 f"eos_token_id is {eos_token_id}, but the vocabulary ends at {vocab_size - 1}."
@@ -107,31 +152,39 @@ class HMM:
 
     @property
     def num_states(self) -> int:
-        """h, the number of hidden states."""
+        """Number of hidden states, h."""
         return self.initial.numel()
 
     @property
     def vocab_size(self) -> int:
-        """V, the number of tokens."""
+        """Number of token ids, V."""
         return self.emission.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the emission is stored in."""
+        """Dtype of the stored emission."""
         return self.emission.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device that the tables are on."""
+        """Device of the tables."""
         return self.initial.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters as they are stored."""
+        """Size of the parameters in bytes, as they are saved."""
         return sum(tensor.nbytes for tensor in storage.named_tensors(self).values())
 
     def identity(self) -> str:
-        """Name it by its numbers: two HMMs of one name are the same."""
+        """Compute an identifier of the parameters.
+
+        Returns:
+            Checksums of the tables. HMMs with equal parameters have equal identifiers.
+
+        Example:
+            >>> ft.HMM.random(4, 9, seed=1).identity() == ft.HMM.random(4, 9, seed=1).identity()
+            True
+        """
         tables = {**self.transition.tensors(), **self.emission.tensors()}
         return _io.checksums([self.initial, *(tables[name] for name in sorted(tables))])
 
@@ -145,7 +198,25 @@ class HMM:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "HMM":
-        """Move or convert the tables. Beliefs are float32 at least, whatever the tables are."""
+        """Return a copy on another device or with another dtype.
+
+        Beliefs are never narrower than float32, whatever the dtype of the tables.
+
+        Args:
+            device: Device of the tables; None keeps it.
+            dtype: Dtype of transition and emission; None keeps it.
+
+        Returns:
+            The converted HMM.
+
+        Raises:
+            InvalidModelError: Probabilities cannot be stored in `dtype`, or all probabilities of a
+                token underflow in it.
+
+        Example:
+            >>> hmm.to(dtype=torch.bfloat16).dtype
+            torch.bfloat16
+        """
         return HMM(
             self.initial.to(device),
             self.transition.to(device, dtype),
@@ -154,45 +225,126 @@ class HMM:
         )
 
     def sparsify(self, tolerance: float = 1e-3) -> "HMM":
-        """Give the same HMM with sparse + background emission.
+        """Return an approximation with a sparse emission plus a background.
 
-        Text drawn from the HMM loses at most `tolerance` nats of log-likelihood per token;
-        `config.sparsification` says what the worst state really lost.
+        Sequences drawn from the HMM lose on average at most `tolerance` nats of log-likelihood per
+        token. `config.sparsification` holds the measured loss of the worst state.
+
+        Args:
+            tolerance: Largest loss in nats per token, between 1e-6 and 1.
+
+        Returns:
+            The sparse HMM.
+
+        Raises:
+            InvalidInputError: The tolerance is out of range, or the emission is not dense.
+
+        Example:
+            >>> sparse = hmm.sparsify(1e-2)
+            >>> sparse.emission.kind
+            'sparse+background'
+            >>> sparse.config.sparsification["nats_per_token"] <= 1e-2
+            True
         """
         if not isinstance(self.emission, DenseEmission):
             raise InvalidInputError(
-                f"The emission is {self.emission.kind} already. Sparsify the dense HMM it came "
-                f"from: losses would add up unseen."
+                f"The emission is {self.emission.kind} already. Sparsify the dense HMM instead: "
+                f"otherwise the losses add up without being measured."
             )
         emission, cost = sparsify(self.emission, tolerance)
         config = replace(self.config, sparsification=asdict(cost))
         return HMM(self.initial, self.transition, emission, config)
 
     def log_likelihood(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Give log p(x) of every row, in nats: (batch, length) ids -> (batch,).
+        """Compute the log-likelihood of every sequence, in nats.
 
-        `mask` is True where there is a token; padding, on either side, does not count. A token
-        that no reachable state emits counts as log(1e-30): see `foretrace.hmm.inference`.
+        A token that no reachable state emits counts as log(1e-30): see `foretrace.hmm.inference`.
+
+        Args:
+            tokens: Token ids, (batch, length).
+            mask: True where there is a token, (batch, length). None for no padding.
+
+        Returns:
+            log p(x), (batch,).
+
+        Raises:
+            InvalidInputError: Shapes are wrong, or ids are outside the vocabulary.
+
+        Example:
+            >>> tokens = torch.tensor([[3, 5, 0], [7, 7, 7]])
+            >>> mask = torch.tensor([[True, True, False], [True, True, True]])
+            >>> hmm.log_likelihood(tokens, mask).shape
+            torch.Size([2])
         """
-        return inference.log_likelihood(self, *self._admit(tokens, mask))
+        return inference.log_likelihood(self, *self._check_tokens(tokens, mask))
 
     def filter(self, tokens: Tensor, mask: Tensor | None = None) -> Filtered:
-        """Give belief, predicted and log_probability at every position: (batch, length, ...)."""
-        return inference.filter(self, *self._admit(tokens, mask))
+        """Compute the state distributions given the tokens up to each position.
+
+        Args:
+            tokens: Token ids, (batch, length).
+            mask: True where there is a token, (batch, length). None for no padding.
+
+        Returns:
+            `belief`, `predicted` and `log_probability` at every position, (batch, length, ...).
+
+        Raises:
+            InvalidInputError: Shapes are wrong, or ids are outside the vocabulary.
+
+        Example:
+            >>> filtered = hmm.filter(torch.tensor([[3, 5]]))
+            >>> next_token = hmm.emission.predict(filtered.predicted[:, -1])
+            >>> torch.allclose(next_token.sum(-1), torch.ones(1))
+            True
+        """
+        return inference.filter(self, *self._check_tokens(tokens, mask))
 
     def smooth(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Give p(z_t | the whole row): (batch, length) ids -> (batch, length, h)."""
-        return inference.smooth(self, *self._admit(tokens, mask))
+        """Compute the state posteriors given the complete sequences.
+
+        Args:
+            tokens: Token ids, (batch, length).
+            mask: True where there is a token, (batch, length). None for no padding.
+
+        Returns:
+            p(z_t | x), (batch, length, h); 0 where masked.
+
+        Raises:
+            InvalidInputError: Shapes are wrong, or ids are outside the vocabulary.
+
+        Example:
+            >>> hmm.smooth(torch.tensor([[3, 5]])).shape
+            torch.Size([1, 2, 8])
+        """
+        return inference.smooth(self, *self._check_tokens(tokens, mask))
 
     def sample(self, count: int, length: int, seed: int | None = None) -> Tensor:
-        """Draw `count` sequences of `length` tokens: (count, length)."""
+        """Draw sequences of tokens.
+
+        Args:
+            count: Number of sequences.
+            length: Tokens per sequence.
+            seed: Seed of the random numbers. None uses torch's global generator.
+
+        Returns:
+            Token ids, (count, length).
+
+        Raises:
+            InvalidInputError: `count` or `length` is below 1.
+
+        Example:
+            >>> hmm.sample(2, 5, seed=0).shape
+            torch.Size([2, 5])
+        """
         if count < 1 or length < 1:
-            raise InvalidInputError(f"Cannot draw {count} sequences of {length}: give at least 1.")
+            raise InvalidInputError(
+                f"Cannot draw {count} sequences of {length} tokens: both must be at least 1."
+            )
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         return inference.sample(self, count, length, generator).tokens
 
-    def _admit(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Check what a caller gave; masked positions may hold anything."""
+    def _check_tokens(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Check tokens and mask, and move them to the device; masked tokens may be any number."""
         tokens = torch.as_tensor(tokens)
         if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
             raise InvalidInputError(
@@ -203,7 +355,7 @@ class HMM:
         if mask is not None:
             if mask.shape != tokens.shape:
                 raise InvalidInputError(
-                    f"mask has shape {tuple(mask.shape)}, but must have that of the tokens, "
+                    f"mask has shape {tuple(mask.shape)}, but must have the shape of the tokens, "
                     f"{tuple(tokens.shape)}."
                 )
             mask = mask.to(self.device, torch.bool)
@@ -211,8 +363,8 @@ class HMM:
         low, high = (int(bound) for bound in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
             raise InvalidInputError(
-                f"Token ids run from {low} to {high}, but the vocabulary from 0 to "
-                f"{self.vocab_size - 1}. Is this the tokenizer that the HMM was made with? If they "
+                f"Token ids range from {low} to {high}, but the vocabulary from 0 to "
+                f"{self.vocab_size - 1}. Use the tokenizer that the HMM was made with. If the ids "
                 f"are padding, mask them."
             )
         return tokens, mask
@@ -220,7 +372,23 @@ class HMM:
     def save_pretrained(
         self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None
     ) -> None:
-        """Write `config.json` and `hmm.safetensors`; `dtype` converts the tables on the way."""
+        """Write `config.json` and `hmm.safetensors`.
+
+        Existing files are replaced atomically: a write that fails leaves them unchanged.
+
+        Args:
+            folder: Folder to write to; it is created if needed.
+            dtype: Dtype to convert the tables to. None keeps it.
+
+        Raises:
+            InvalidInputError: The metadata cannot be written as JSON.
+            InvalidModelError: Probabilities cannot be stored in `dtype`.
+
+        Example:
+            >>> hmm.save_pretrained(folder / "hmm", dtype=torch.bfloat16)
+            >>> ft.HMM.from_pretrained(folder / "hmm").dtype
+            torch.bfloat16
+        """
         storage.write(Path(folder), self if dtype is None else self.to(dtype=dtype), self.config)
 
     @classmethod
@@ -231,9 +399,25 @@ class HMM:
         revision: str | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> Self:
-        """Load a local folder or a repository of the hub, mapped into memory, not copied.
+        """Load an HMM. Its tables are memory-mapped, not copied.
 
-        Give the tokenizer's `fingerprint` to be sure that it is the one the HMM was made with.
+        Args:
+            source: A local folder or a Hugging Face hub repository.
+            revision: Branch, tag or commit of the hub repository.
+            tokenizer_fingerprint: `foretrace.fingerprint` of the tokenizer in use, to check that
+                the HMM was made with it. None skips the check.
+
+        Returns:
+            The HMM.
+
+        Raises:
+            InvalidFileError: A file is missing or damaged, or does not hold an HMM.
+            TokenizerMismatchError: The HMM was made with another tokenizer.
+
+        Example:
+            >>> hmm.save_pretrained(folder / "saved")
+            >>> ft.HMM.from_pretrained(folder / "saved").identity() == hmm.identity()
+            True
         """
         stored = storage.read(source, revision, tokenizer_fingerprint)
         try:
@@ -243,5 +427,5 @@ class HMM:
 
 
 def _normalised(initial: Tensor, total: Tensor) -> Tensor:
-    """Divide by the total, unless that would only stir the last bits: saving must be exact."""
+    """Divide by the total, unless it is 1 up to rounding: saving and loading must be exact."""
     return initial if float((total - 1).abs()) < 1e-6 else initial / total
