@@ -1,4 +1,4 @@
-"""Checkpoints as others publish them."""
+"""Writes HMMs in the checkpoint formats of TRACE and Ctrl-G."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from foretrace.hmm import HMM
 
 
 def write_published(folder: Path, hmm: HMM, layout: str) -> None:
-    """Write an HMM as TRACE or Ctrl-G would."""
+    """Write an HMM in the format of TRACE ("trace") or Ctrl-G ("ctrl-g")."""
     identity = torch.eye(hmm.num_states, dtype=hmm.initial.dtype)
     tensors = {
         "alpha_exp": hmm.transition.predict(identity),

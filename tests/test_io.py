@@ -1,4 +1,4 @@
-"""Nothing half-written ever stands under its final name."""
+"""Writes are atomic, and damaged files raise InvalidFileError."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_scraps(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     _io.write_json(path, {"version": 1})
     with pytest.raises(InvalidInputError, match="cannot be written"):
@@ -21,29 +21,29 @@ def test_a_failed_write_leaves_the_old_file_and_no_scraps(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_tensors_are_mapped_and_the_file_is_free_to_be_replaced(tmp_path: Path) -> None:
+def test_replacing_a_file_does_not_change_tensors_that_were_read(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    _io.write_tensors(path, {"a": torch.arange(4.0)}, {"who": "old"})
+    _io.write_tensors(path, {"a": torch.arange(4.0)}, {"version": "old"})
     old, metadata = _io.read_tensors(path)
-    assert metadata == {"who": "old"}
+    assert metadata == {"version": "old"}
     _io.write_tensors(path, {"a": torch.zeros(4)}, {})
-    assert torch.equal(old["a"], torch.arange(4.0))  # a reader keeps what it opened
+    assert torch.equal(old["a"], torch.arange(4.0))  # still mapped to the old file
     assert not _io.read_tensors(path)[0]["a"].any()
 
 
-def test_views_are_written_as_they_look(tmp_path: Path) -> None:
+def test_non_contiguous_views_are_written(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     square = torch.arange(6.0).reshape(2, 3)
-    _io.write_tensors(path, {"flipped": square.T}, {})
-    assert torch.equal(_io.read_tensors(path)[0]["flipped"], square.T)
+    _io.write_tensors(path, {"transposed": square.T}, {})
+    assert torch.equal(_io.read_tensors(path)[0]["transposed"], square.T)
 
 
-def test_folders_are_made_as_needed(tmp_path: Path) -> None:
+def test_missing_folders_are_created(tmp_path: Path) -> None:
     _io.write_json(tmp_path / "a" / "b" / "c.json", {})
     assert (tmp_path / "a" / "b" / "c.json").exists()
 
 
-def test_files_can_be_shared_as_the_umask_allows(tmp_path: Path) -> None:
+def test_files_have_the_rights_of_the_umask(tmp_path: Path) -> None:
     _io.write_json(tmp_path / "a.json", {})
     _io.write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)}, {})
     (tmp_path / "plain").touch()

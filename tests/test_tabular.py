@@ -1,4 +1,4 @@
-"""Tables that people bring: read in every form, and refused in words."""
+"""Tabular files are read in every format, and damaged ones raise InvalidFileError."""
 
 import bz2
 import gzip
@@ -31,13 +31,13 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize(("kind", "content"), [(".jsonl", LINES), (".csv", CSV)])
-def test_every_form_gives_the_same_table(
-    tmp_path: Path, kind: str, content: str, ending: str
+def test_every_format_gives_the_same_rows(
+    tmp_path: Path, kind: str, content: str, suffix: str
 ) -> None:
-    path = tmp_path / f"table.v2{kind}{ending}"
-    path.write_bytes(COMPRESS[ending](content.encode()))
+    path = tmp_path / f"table.v2{kind}{suffix}"
+    path.write_bytes(COMPRESS[suffix](content.encode()))
     rows = _tabular.read_rows(path)
     assert _tabular.texts(rows, "text", path) == [row["text"] for row in ROWS]
     assert _tabular.probabilities(rows, "score", path) == [0.5, 1.0]
@@ -54,18 +54,18 @@ def test_parquet(tmp_path: Path) -> None:
         _tabular.read_rows(path, ["text", "body"])
 
 
-def test_long_texts_in_csv(tmp_path: Path) -> None:
+def test_long_fields_in_csv(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("text,score\n" + "word " * 100_000 + ",1\n")
     assert len(_tabular.read_rows(path)[0]["text"]) == 500_000
 
 
-def test_plain_lines(tmp_path: Path) -> None:
+def test_plain_text_lines(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo \n")
     assert _tabular.read_rows(tmp_path / "lines.txt") == [{"text": "one"}, {"text": "two "}]
 
 
-def test_true_and_false_are_numbers(tmp_path: Path) -> None:
+def test_true_and_false_are_1_and_0(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("text,score\na,True\nb,false\nc,1\n")
     assert _tabular.probabilities(_tabular.read_rows(path), "score", path) == [1.0, 0.0, 1.0]
@@ -100,7 +100,7 @@ def test_true_and_false_are_numbers(tmp_path: Path) -> None:
         ("a", b"", "must end in"),
     ],
 )
-def test_bad_tables_are_refused_in_words(
+def test_damaged_tables_are_refused(
     tmp_path: Path, name: str, content: bytes, expected: str
 ) -> None:
     path = tmp_path / name
@@ -119,31 +119,33 @@ def read(path: Path) -> tuple[list[str], list[float]]:
     return _tabular.texts(rows, "text", path), _tabular.probabilities(rows, "score", path)
 
 
-junk = st.binary(max_size=80) | st.text(max_size=40).map(
+arbitrary_bytes = st.binary(max_size=80) | st.text(max_size=40).map(
     lambda text: text.encode("utf-8", "replace")
 )
-many = "".join(f'{{"text": "w{n % 7} w1", "score": {n % 2}}}\n' for n in range(40))
+fittable = "".join(f'{{"text": "w{n % 7} w1", "score": {n % 2}}}\n' for n in range(40))
 damaged = st.builds(
-    lambda content, place, other: content[:place] + other + content[place:],
-    st.sampled_from([LINES.encode(), CSV.encode(), many.encode()]),
+    lambda content, position, other: content[:position] + other + content[position:],
+    st.sampled_from([LINES.encode(), CSV.encode(), fittable.encode()]),
     st.integers(0, 1500),
-    junk | st.sampled_from([b"\\ud800", b"\\u0000", b"1e999", b"-", b"\x00", b"null"]),
+    arbitrary_bytes | st.sampled_from([b"\\ud800", b"\\u0000", b"1e999", b"-", b"\x00", b"null"]),
 )
 
 
 @given(
     st.sampled_from([".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".json"]),
     st.sampled_from(list(COMPRESS)),
-    junk | damaged,
+    arbitrary_bytes | damaged,
     st.booleans(),
 )
-def test_no_file_gives_a_traceback(kind: str, ending: str, content: bytes, packed: bool) -> None:
-    """From the file to the fit, what is wrong is said in words."""
+def test_any_content_is_read_or_raises_foretrace_errors(
+    kind: str, suffix: str, content: bytes, compressed: bool
+) -> None:
+    """Read, fit and judge: no content raises anything but ForetraceError."""
     with TemporaryDirectory() as folder:
-        path = Path(folder) / f"table{kind}{ending}"
-        path.write_bytes(COMPRESS[ending](content) if packed else content)
+        path = Path(folder) / f"table{kind}{suffix}"
+        path.write_bytes(COMPRESS[suffix](content) if compressed else content)
         with suppress(ForetraceError):
             texts, scores = read(path)
             windows = tokenize(texts, WORDS)
             Attribute.fit(windows.token_ids, scores, vocab_size=100)
-            judge_texts(texts, Judge("length", lambda given: [0.5] * len(given)))
+            judge_texts(texts, Judge("length", lambda texts: [0.5] * len(texts)))

@@ -1,4 +1,4 @@
-"""A fingerprint names a vocabulary by its content alone."""
+"""A fingerprint depends on the content of a vocabulary, not on its order."""
 
 import pytest
 
@@ -14,15 +14,15 @@ def test_order_does_not_matter_but_content_does() -> None:
     assert len({fingerprint(vocabulary) for vocabulary in distinct}) == len(distinct)
 
 
-def test_tokens_that_share_an_id() -> None:
+def test_the_order_of_tokens_with_equal_ids_does_not_matter() -> None:
     assert foretrace.fingerprint({"a": 0, "b": 0}) == foretrace.fingerprint({"b": 0, "a": 0})
 
 
-def test_any_string_can_be_a_token() -> None:
+def test_tokens_that_are_not_valid_utf8() -> None:
     assert foretrace.fingerprint({"\ud800": 0, "é ": 1}).startswith("sha256:")
 
 
-def test_an_unknown_fingerprint_agrees_with_all() -> None:
+def test_an_unknown_fingerprint_matches_every_other() -> None:
     require_same_fingerprint("It", None, "x")
     require_same_fingerprint("It", "x", None)
     require_same_fingerprint("It", "x", "x")

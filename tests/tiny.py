@@ -1,4 +1,4 @@
-"""Tiny HMMs and the brute force they are held against: every path, every text, one by one."""
+"""Tiny HMMs, and reference results by enumeration of all state paths and sequences."""
 
 import itertools
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ STATES, TOKENS, LENGTH = 3, 4, 5
 
 @dataclass(frozen=True, eq=False)
 class KroneckerTransition:
-    """A structured transition, left (x) right: what a caller must be able to use unchanged."""
+    """A structured transition, the Kronecker product of two matrices."""
 
     kind: ClassVar[str] = "kronecker (test double)"
     left: Tensor  # (a, a)
@@ -59,10 +59,10 @@ def simplex(*shape: int, seed: int, dim: int = -1) -> Tensor:
 def sparse_emission(
     vocab: int, states: int, *, share: float = 0.4, seed: int = 0
 ) -> SparseEmission:
-    """Draw a sparse + background emission; about `share` of the entries are stored."""
+    """Draw a sparse emission with a background; about `share` of the entries are stored."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(vocab, states, generator=generator) < share
-    kept[0] = True  # no state without an entry
+    kept[0] = True  # every state has an entry
     leak = torch.rand(states, generator=generator, dtype=torch.float64) * 0.5
     table = simplex(vocab, states, seed=seed, dim=0) * kept
     table = table / table.sum(0) * (1 - leak)
@@ -72,7 +72,7 @@ def sparse_emission(
 
 
 def tiny_hmm(form: str, seed: int = 0) -> HMM:
-    """Make a float64 HMM of 3 states (4 for a structured transition) and 4 tokens."""
+    """Build a float64 HMM with 3 states (4 for a structured transition) and 4 tokens."""
     if form == "structured":
         factors = simplex(2, 2, seed=seed), simplex(2, 2, seed=seed + 1)
         emission = simplex(TOKENS, 4, seed=seed + 2, dim=0)
@@ -89,30 +89,30 @@ FORMS = ("dense", "sparse", "eos", "structured")
 
 
 def all_texts(length: int) -> Tensor:
-    """List every text of `length` tokens: (TOKENS ** length, length)."""
+    """List all sequences of `length` tokens: (TOKENS ** length, length)."""
     return torch.tensor(list(itertools.product(range(TOKENS), repeat=length)))
 
 
 def dense_tables(hmm: Parameters) -> tuple[Tensor, Tensor, Tensor]:
-    """Write an HMM out as plain tables: initial (h,), transition (h, h), emission (V, h)."""
+    """Return an HMM's dense tables: initial (h,), transition (h, h), emission (V, h)."""
     identity = torch.eye(len(hmm.initial), dtype=torch.float64)
     emission = hmm.emission.rows(torch.arange(hmm.emission.vocab_size))
     return hmm.initial, hmm.transition.predict(identity), emission
 
 
 def path_probabilities(hmm: Parameters, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every path, (P, T), and p(path, text) of every text, (P, N): eq. (hmm_defn)."""
+    """Return all state paths, (P, T), and p(path, sequence), (P, N): eq. (hmm_defn)."""
     initial, transition, emission = dense_tables(hmm)
     paths = torch.tensor(list(itertools.product(range(len(initial)), repeat=tokens.shape[1])))
     joint = torch.ones(len(paths), len(tokens), dtype=torch.float64)
     for t in range(tokens.shape[1]):
-        moved = initial[paths[:, 0]] if t == 0 else transition[paths[:, t - 1], paths[:, t]]
-        joint *= moved[:, None] * emission[tokens[:, t]][:, paths[:, t]].T
+        prior = initial[paths[:, 0]] if t == 0 else transition[paths[:, t - 1], paths[:, t]]
+        joint *= prior[:, None] * emission[tokens[:, t]][:, paths[:, t]].T
     return paths, joint
 
 
 def state_marginals(hmm: Parameters, tokens: Tensor, position: int) -> Tensor:
-    """Sum p(path, text) over paths by their state at `position`: (N, h)."""
+    """Sum p(path, sequence) over the paths with each state at `position`: (N, h)."""
     paths, joint = path_probabilities(hmm, tokens)
     at_position = torch.nn.functional.one_hot(paths[:, position], len(hmm.initial)).double()
     return joint.T @ at_position

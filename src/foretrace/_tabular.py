@@ -1,4 +1,4 @@
-"""Tables of texts that people bring: JSON Lines, CSV, Parquet or plain lines, or compressed."""
+"""Read tabular files of the user: JSON Lines, CSV, Parquet or plain text, also compressed."""
 
 import bz2
 import csv
@@ -16,97 +16,101 @@ from foretrace.errors import InvalidFileError, reason
 
 Row = dict[str, Any]
 
-OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-LINES = {".jsonl", ".ndjson", ".json"}
-PLAIN = ".txt"
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
+DECOMPRESSORS: dict[str, Callable[..., IO[str]]] = {
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+}
+JSON_LINES = {".jsonl", ".ndjson", ".json"}
+PLAIN_TEXT = ".txt"
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
-WORDS = {"true": 1, "false": 0}
+TRUTH_VALUES = {"true": 1, "false": 0}
 SURROGATE = re.compile("[\ud800-\udfff]")
-LONGEST_FIELD = 1 << 30  # characters; the module's own limit is less than a long article
-# What damaged files raise while they are unpacked, decoded or parsed.
-DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error, RecursionError)
+MAX_FIELD_LENGTH = 1 << 30  # characters; the default of the csv module is 131,072
+# Errors that damaged files raise while they are decompressed, decoded or parsed.
+READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error, RecursionError)
 
 
 def read_rows(path: Path, columns: Sequence[str] = ()) -> list[Row]:
-    """Read a table, by the ending of its name: one dictionary per row.
+    """Read a file in the format of its suffix, and return one dictionary per row.
 
-    Plain lines (.txt) are a table with the one column `text`. Of Parquet, only the given columns
-    are read, if any are.
+    The lines of a .txt file have the single column `text`. Of a Parquet file, only `columns` are
+    read, unless there are none.
     """
     if not path.is_file():
         raise InvalidFileError(f"There is no file {path}. Check the spelling.")
-    endings = [ending.lower() for ending in path.suffixes[-2:]]
-    opener = OPENERS.get(endings[-1]) if endings else None
-    kind = endings[-2] if opener and len(endings) > 1 else (endings or [""])[-1]
-    if kind == PARQUET and opener is None:
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    opener = DECOMPRESSORS.get(suffixes[-1]) if suffixes else None
+    suffix = suffixes[-2] if opener and len(suffixes) > 1 else (suffixes or [""])[-1]
+    if suffix == PARQUET and opener is None:
         return _parquet(path, columns)
-    if kind not in {*LINES, *SEPARATORS, PLAIN}:
+    if suffix not in {*JSON_LINES, *DELIMITERS, PLAIN_TEXT}:
         raise InvalidFileError(
-            f"{path} is no table that can be read: its name must end in "
-            f"{', '.join(sorted({*LINES, *SEPARATORS, PLAIN}))} (these also with "
-            f"{', '.join(OPENERS)}), or {PARQUET}."
+            f"{path} has no known format: its name must end in "
+            f"{', '.join(sorted({*JSON_LINES, *DELIMITERS, PLAIN_TEXT}))} (these also with "
+            f"{', '.join(DECOMPRESSORS)}), or {PARQUET}."
         )
     try:
         with (opener or open)(path, "rt", encoding="utf-8-sig", newline="") as file:
-            if kind == PLAIN:
+            if suffix == PLAIN_TEXT:
                 return [{"text": line.rstrip("\r\n")} for line in file if line.strip()]
-            if kind in LINES:
+            if suffix in JSON_LINES:
                 return _json_lines(file, path)
-            return _csv(file, SEPARATORS[kind], path)
+            return _csv(file, DELIMITERS[suffix], path)
     except InvalidFileError:
         raise
-    except DAMAGE as error:
+    except READ_ERRORS as error:
         raise InvalidFileError(
-            f"{path} cannot be read ({reason(error)}). It must be UTF-8 text, whole."
+            f"{path} cannot be read ({reason(error)}). It must be complete UTF-8 text."
         ) from error
 
 
 def column(rows: Sequence[Row], name: str, path: Path) -> list[Any]:
-    """Take one column of a table; every row must have it."""
+    """Return one column; raise unless every row has it."""
     if not rows:
         raise InvalidFileError(f"{path} has no rows.")
     for number, row in enumerate(rows, 1):
         if row.get(name) is None:
             raise InvalidFileError(
                 f"{path}: row {number} has no '{name}'; it has "
-                f"{', '.join(key for key in row if row[key] is not None) or 'nothing'}. Say which "
+                f"{', '.join(key for key in row if row[key] is not None) or 'nothing'}. Name the "
                 f"columns to use, or complete the row."
             )
         if isinstance(row[name], str) and SURROGATE.search(row[name]):
             raise InvalidFileError(
                 f"{path}: '{name}' of row {number} holds half of a character (a lone surrogate). "
-                f"Write it again in UTF-8."
+                f"Save the file again in UTF-8."
             )
     return [row[name] for row in rows]
 
 
 def texts(rows: Sequence[Row], name: str, path: Path) -> list[str]:
-    """Take a column of texts."""
-    found = column(rows, name, path)
-    for number, value in enumerate(found, 1):
+    """Return a column of texts."""
+    values = column(rows, name, path)
+    for number, value in enumerate(values, 1):
         if not isinstance(value, str):
             raise InvalidFileError(
                 f"{path}: '{name}' of row {number} is {type(value).__name__}, not text."
             )
-    return found
+    return values
 
 
 def probabilities(rows: Sequence[Row], name: str, path: Path) -> list[float]:
-    """Take a column of probabilities: also as text, as in CSV; true and false are 1 and 0."""
-    found = []
-    for number, value in enumerate(column(rows, name, path), 1):
+    """Return a column of numbers in [0, 1]. Text is parsed; true and false are 1 and 0."""
+    numbers: list[float] = []
+    for row_number, value in enumerate(column(rows, name, path), 1):
         try:
-            known = WORDS.get(value.lower(), value) if isinstance(value, str) else value
-            found.append(float(known))
+            number = TRUTH_VALUES.get(value.lower(), value) if isinstance(value, str) else value
+            numbers.append(float(number))
         except (TypeError, ValueError, OverflowError):
-            found.append(math.nan)
-        if not 0 <= found[-1] <= 1:
+            numbers.append(math.nan)
+        if not 0 <= numbers[-1] <= 1:
             raise InvalidFileError(
-                f"{path}: '{name}' of row {number} is {str(value)[:40]!r}, not a probability in "
-                f"[0, 1]. Divide scores by their greatest, or leave the row out."
+                f"{path}: '{name}' of row {row_number} is {str(value)[:40]!r}, not a probability "
+                f"in [0, 1]. Divide scores by their maximum, or remove the row."
             )
-    return found
+    return numbers
 
 
 def _json_lines(lines: Iterable[str], path: Path) -> list[Row]:
@@ -129,20 +133,20 @@ def _json_lines(lines: Iterable[str], path: Path) -> list[Row]:
     return rows
 
 
-def _csv(file: IO[str], separator: str, path: Path) -> list[Row]:
-    reader = csv.DictReader(file, delimiter=separator, strict=True)
+def _csv(file: IO[str], delimiter: str, path: Path) -> list[Row]:
+    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     rows = []
-    usual = csv.field_size_limit(LONGEST_FIELD)
+    previous_limit = csv.field_size_limit(MAX_FIELD_LENGTH)
     try:
         for row in reader:
             if None in row:
                 raise InvalidFileError(
                     f"{path}: line {reader.line_num} has more fields than the first line names. "
-                    f"Put quotes around texts that hold a {separator!r}."
+                    f"Put quotes around texts that hold a {delimiter!r}."
                 )
             rows.append(row)
     finally:
-        csv.field_size_limit(usual)
+        csv.field_size_limit(previous_limit)
     return rows
 
 
@@ -152,7 +156,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> list[Row]:
         import pyarrow.parquet
     except ImportError as error:
         raise InvalidFileError(
-            f"To read {path}, install pyarrow: pip install pyarrow. Or bring JSON Lines or CSV."
+            f"To read {path}, install pyarrow: pip install pyarrow. Or convert it to JSON Lines."
         ) from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
@@ -160,7 +164,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> list[Row]:
         if missing := [name for name in columns if name not in names]:
             raise InvalidFileError(
                 f"{path} has no column {', '.join(missing)}; it has "
-                f"{', '.join(file.schema_arrow.names)}. Say which columns to use."
+                f"{', '.join(file.schema_arrow.names)}. Name the columns to use."
             )
         rows: list[Row] = file.read(names).to_pylist()
     except InvalidFileError:

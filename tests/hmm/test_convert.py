@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of TRACE and Ctrl-G give the HMM that they were made from."""
+"""Converting checkpoints of TRACE and Ctrl-G restores the HMM that they were written from."""
 
 from pathlib import Path
 
@@ -13,41 +13,41 @@ from published import write_published
 
 
 @pytest.mark.parametrize("layout", ["trace", "ctrl-g"])
-def test_the_same_likelihoods(layout: str, tmp_path: Path) -> None:
+def test_converting_restores_the_likelihoods(layout: str, tmp_path: Path) -> None:
     hmm = HMM.random(8, 30, eos_token_id=5, seed=1)
     write_published(tmp_path / layout, hmm, layout)
     converted = read_published(tmp_path / layout)
-    texts = hmm.sample(20, 15, seed=0)
+    tokens = hmm.sample(20, 15, seed=0)
     torch.testing.assert_close(
-        converted.log_likelihood(texts), hmm.log_likelihood(texts), rtol=1e-5, atol=1e-5
+        converted.log_likelihood(tokens), hmm.log_likelihood(tokens), rtol=1e-5, atol=1e-5
     )
     assert converted.config.eos_token_ids == (5,)
     assert converted.config.distillation == {"converted_from": layout}
-    converted.save_pretrained(tmp_path / "ours")
-    assert HMM.from_pretrained(tmp_path / "ours").num_states == 8
+    converted.save_pretrained(tmp_path / "saved")
+    assert HMM.from_pretrained(tmp_path / "saved").num_states == 8
 
 
-def test_several_ends_of_text(tmp_path: Path) -> None:
+def test_several_end_of_text_tokens(tmp_path: Path) -> None:
     write_published(tmp_path, HMM.random(8, 30, seed=1), "trace")
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 2]}')
     assert read_published(tmp_path).config.eos_token_ids == (1, 2)
 
 
-def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_another_kind_of_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidFileError, match="neither 'gamma_exp'"):
         read_published(tmp_path)
 
 
-def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidFileError, match=r"no model.safetensors.*pickle"):
         read_published(tmp_path)
 
 
-def test_a_missing_table_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported(tmp_path: Path) -> None:
     hmm = HMM.random(8, 30, seed=1)
     write_published(tmp_path, hmm, "trace")
     save_file({"gamma_exp": hmm.initial[None]}, tmp_path / "model.safetensors")
@@ -55,7 +55,7 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
         read_published(tmp_path)
 
 
-def test_probabilities_where_logarithms_belong(tmp_path: Path) -> None:
+def test_probabilities_instead_of_logarithms_are_refused(tmp_path: Path) -> None:
     hmm = HMM.random(8, 30, seed=1)
     write_published(tmp_path, hmm, "trace")
     identity = torch.eye(8)

@@ -1,4 +1,4 @@
-"""Dense and sparse + background emissions do the same things to the same numbers."""
+"""Dense and sparse emissions compute the same results from the same probabilities."""
 
 import pytest
 import torch
@@ -38,29 +38,29 @@ def test_predict_is_a_product_with_the_table(operator: Emission, batch: tuple[in
     torch.testing.assert_close(operator.predict(belief), expected)
 
 
-def test_blocks_are_parts_of_the_product(operator: Emission) -> None:
+def test_predicting_in_blocks_equals_predicting_at_once(operator: Emission) -> None:
     beliefs = simplex(5, STATES, seed=1)
     expected = operator.predict(beliefs).T
     for size in (1, 7, 23, VOCAB, 2 * VOCAB):
-        seen = 0
-        for block, found in operator.predict_blocks(beliefs.T, size):
-            assert block.start == seen
-            torch.testing.assert_close(found, expected[block])
-            seen = block.stop
-        assert seen == VOCAB
+        end = 0
+        for block, probabilities in operator.predict_blocks(beliefs.T, size):
+            assert block.start == end
+            torch.testing.assert_close(probabilities, expected[block])
+            end = block.stop
+        assert end == VOCAB
 
 
-def test_a_part_says_the_same_of_its_tokens(operator: Emission) -> None:
+def test_a_subset_predicts_the_same_probabilities(operator: Emission) -> None:
     beliefs, tokens = simplex(5, STATES, seed=1), torch.tensor([1, 4, 5, 38])
     expected = operator.predict(beliefs).T[tokens]
-    part = operator.subset(tokens)
-    torch.testing.assert_close(part.predict(beliefs.T), expected)
+    subset = operator.subset(tokens)
+    torch.testing.assert_close(subset.predict(beliefs.T), expected)
     for block in (slice(0, 4), slice(0, 1), slice(1, 3), slice(3, 4)):
-        torch.testing.assert_close(part.rows(block).predict(beliefs.T), expected[block])
-    assert part.nbytes > 0
+        torch.testing.assert_close(subset.rows(block).predict(beliefs.T), expected[block])
+    assert subset.nbytes > 0
 
 
-def test_rows_of_a_subset_are_found_without_waiting_for_the_device() -> None:
+def test_slicing_a_subset_does_not_synchronise_with_the_device() -> None:
     """The meta device holds no values: an operation that copies them to the host raises."""
     subset = sparse_emission(VOCAB, STATES, share=0.2, seed=3).subset(torch.tensor([1, 4, 5, 38]))
     matrix = subset.matrix
@@ -71,9 +71,9 @@ def test_rows_of_a_subset_are_found_without_waiting_for_the_device() -> None:
         leak=subset.leak.to("meta"),
     )
     expected = subset.rows(slice(1, 3)).matrix
-    found = on_device.rows(slice(1, 3)).matrix
-    assert found.shape == expected.shape == (2, STATES)
-    assert found.values().shape == expected.values().shape
+    sliced = on_device.rows(slice(1, 3)).matrix
+    assert sliced.shape == expected.shape == (2, STATES)
+    assert sliced.values().shape == expected.values().shape
 
 
 def test_transposing_stays_on_the_device() -> None:
@@ -83,8 +83,8 @@ def test_transposing_stays_on_the_device() -> None:
     assert transposed(table.to("meta")).device.type == "meta"
 
 
-def test_padded_entries_are_the_same() -> None:
-    """What devices do that should not be waited for."""
+def test_padded_entries_equal_the_rows() -> None:
+    """Devices other than CPUs use the padded variant."""
     operator = sparse_emission(VOCAB, STATES, share=0.2, seed=3)
     tokens = torch.tensor([3, 3, 0, 39])
     rows = operator.background[tokens, None] * operator.leak
@@ -93,7 +93,7 @@ def test_padded_entries_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_expect_sums_over_the_given_tokens(operator: Emission, batch: tuple[int, ...]) -> None:
+def test_expect_is_a_product_with_the_rows(operator: Emission, batch: tuple[int, ...]) -> None:
     tokens = torch.tensor([0, 5, 39])
     values = torch.rand(*batch, 3, dtype=torch.float64)
     expected = values @ operator.rows(tokens)
@@ -103,7 +103,7 @@ def test_expect_sums_over_the_given_tokens(operator: Emission, batch: tuple[int,
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounded_tables_still_sum_to_one(form: str, dtype: torch.dtype) -> None:
-    """What rounding takes from a state's distribution, its normaliser gives back."""
+    """The normaliser corrects the rounding of a state's distribution."""
     rounded = emission(form).to(None, dtype)
     assert rounded.dtype == dtype
     table = rounded.rows(torch.arange(VOCAB))
@@ -118,7 +118,7 @@ def test_rounded_tables_still_sum_to_one(form: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_wide_belief_does_not_vanish_in_float16() -> None:
+def test_a_flat_belief_does_not_underflow_in_float16() -> None:
     states = 20_000
     table = DenseEmission(torch.full((4, states), 0.25, dtype=torch.float16))
     belief = torch.full((states,), 1 / states)
@@ -127,7 +127,7 @@ def test_a_wide_belief_does_not_vanish_in_float16() -> None:
     torch.testing.assert_close(predicted, torch.full((4,), 0.25), rtol=1e-3, atol=0)
 
 
-def test_tokens_must_not_vanish_in_float16() -> None:
+def test_tokens_that_underflow_in_float16_are_refused() -> None:
     table = torch.full((60_000, 2), 1e-8)
     table[0] = 1 - 59_999e-8
     with pytest.raises(InvalidModelError, match=r"59999 tokens.*Use bfloat16"):
@@ -137,38 +137,38 @@ def test_tokens_must_not_vanish_in_float16() -> None:
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_no_tokens_expect_nothing(form: str, dtype: torch.dtype) -> None:
-    none = (
-        emission(form).to(None, dtype).expect(torch.ones(3, 0), torch.tensor([], dtype=torch.long))
-    )
-    assert torch.equal(none, torch.zeros(3, STATES))
+def test_expect_without_tokens_is_zero(form: str, dtype: torch.dtype) -> None:
+    operator, no_tokens = emission(form).to(None, dtype), torch.tensor([], dtype=torch.long)
+    assert torch.equal(operator.expect(torch.ones(3, 0), no_tokens), torch.zeros(3, STATES))
 
 
-def test_expecting_over_many_tokens_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expect_in_chunks_equals_expect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, values = emission("dense"), torch.rand(2, VOCAB, dtype=torch.float64)
-    whole = dense.expect(values, torch.arange(VOCAB))
+    expected = dense.expect(values, torch.arange(VOCAB))
     monkeypatch.setattr("foretrace.hmm.emission.CHUNK_ELEMENTS", 3 * STATES)
-    torch.testing.assert_close(dense.expect(values, torch.arange(VOCAB)), whole)
+    torch.testing.assert_close(dense.expect(values, torch.arange(VOCAB)), expected)
 
 
-def test_probabilities_come_row_by_row() -> None:
+def test_sparse_predictions_are_contiguous() -> None:
     predicted = emission("sparse").predict(simplex(4, STATES, seed=0))
     assert predicted.is_contiguous()
 
 
-def test_a_state_may_say_nothing_but_background() -> None:
+def test_a_state_without_entries_emits_the_background() -> None:
     background = torch.tensor([0.25, 0.75])
-    silent = SparseEmission(
+    background_only = SparseEmission(
         offsets=torch.tensor([0, 1, 1]),
         states=torch.tensor([0]),
         values=torch.tensor([1.0]),
         background=background,
         leak=torch.tensor([0.0, 1.0]),
     )
-    torch.testing.assert_close(silent.rows(torch.tensor([0, 1])).T[1], background)
-    drawn = silent.sample(torch.ones(4000, dtype=torch.long), torch.Generator().manual_seed(0))
+    torch.testing.assert_close(background_only.rows(torch.tensor([0, 1])).T[1], background)
+    drawn = background_only.sample(
+        torch.ones(4000, dtype=torch.long), torch.Generator().manual_seed(0)
+    )
     assert abs(drawn.float().mean() - 0.75) < 0.03
-    assert not silent.sample(torch.zeros(50, dtype=torch.long), None).any()
+    assert not background_only.sample(torch.zeros(50, dtype=torch.long), None).any()
 
 
 @pytest.mark.parametrize(
@@ -184,21 +184,22 @@ def test_a_state_may_say_nothing_but_background() -> None:
         ({"values": torch.tensor([0.5, 0.0])}, "does not sum to 1"),
     ],
 )
-def test_a_broken_sparse_table_is_refused(change: dict[str, torch.Tensor], complaint: str) -> None:
-    sound = {
+def test_an_invalid_sparse_table_is_refused(
+    change: dict[str, torch.Tensor], complaint: str
+) -> None:
+    valid = {
         "offsets": torch.tensor([0, 1, 2]),
         "states": torch.tensor([0, 1]),
         "values": torch.tensor([0.5, 0.5]),
         "background": torch.tensor([0.5, 0.5]),
         "leak": torch.tensor([0.5, 0.5]),
     }
-    SparseEmission(**sound)
+    SparseEmission(**valid)
     with pytest.raises(InvalidModelError, match=complaint):
-        SparseEmission(**(sound | change))
+        SparseEmission(**(valid | change))
 
 
-def test_one_state_alone_can_speak(operator: Emission) -> None:
-    """All draws from one state: its own distribution, whatever the others are."""
+def test_sampling_from_a_single_state(operator: Emission) -> None:
     drawn = operator.sample(torch.full((20_000,), 2), torch.Generator().manual_seed(0))
-    found = torch.bincount(drawn, minlength=VOCAB) / len(drawn)
-    assert (found - operator.rows(torch.arange(VOCAB))[:, 2]).abs().max() < 0.02
+    frequency = torch.bincount(drawn, minlength=VOCAB) / len(drawn)
+    assert (frequency - operator.rows(torch.arange(VOCAB))[:, 2]).abs().max() < 0.02

@@ -1,4 +1,4 @@
-"""Every recursion equals brute force over all paths and texts; padding changes nothing."""
+"""Inference equals enumeration of all state paths, and does not depend on padding."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from tiny import (
 )
 
 
-def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -30,9 +30,9 @@ def test_likelihood_equals_enumeration(form: str) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
     _, joint = path_probabilities(hmm, texts)
     possible = joint.sum(0) > 0
-    found = hmm.log_likelihood(texts).exp()
-    assert_exact(found[possible], joint.sum(0)[possible])
-    assert float(joint.sum()) == pytest.approx(1, abs=1e-12)  # the enumeration itself is whole
+    likelihood = hmm.log_likelihood(texts).exp()
+    assert_exact(likelihood[possible], joint.sum(0)[possible])
+    assert float(joint.sum()) == pytest.approx(1, abs=1e-12)  # the enumeration is complete
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -69,19 +69,19 @@ def test_smoothing_equals_enumeration(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_by_step_equals_whole_sequences(form: str) -> None:
+def test_steps_equal_the_filter(form: str) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
     filtered = hmm.filter(texts)
     predicted = hmm.initial.expand(len(texts), -1)
     for t in range(LENGTH):
         stepped = inference.step(hmm, predicted, texts[:, t])
-        for found, whole in zip(stepped, filtered, strict=True):
-            torch.testing.assert_close(found, whole[:, t], rtol=0, atol=0)
+        for at_step, at_all in zip(stepped, filtered, strict=True):
+            torch.testing.assert_close(at_step, at_all[:, t], rtol=0, atol=0)
         predicted = stepped.predicted
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sampling_frequencies(form: str) -> None:
+def test_sampling_frequencies_equal_probabilities(form: str) -> None:
     hmm, length, count = tiny_hmm(form), 3, 200_000
     texts = all_texts(length)
     expected = path_probabilities(hmm, texts)[1].sum(0)
@@ -103,14 +103,14 @@ def test_sampled_states_follow_the_transition() -> None:
     assert chisquare(observed, expected.flatten() * count).pvalue > 1e-3
 
 
-def test_sampling_is_deterministic_in_the_seed() -> None:
+def test_a_seed_makes_sampling_deterministic() -> None:
     hmm = tiny_hmm("sparse")
     assert torch.equal(hmm.sample(50, 9, seed=4), hmm.sample(50, 9, seed=4))
     assert not torch.equal(hmm.sample(50, 9, seed=4), hmm.sample(50, 9, seed=5))
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
-def test_long_texts_neither_underflow_nor_drift(form: str) -> None:
+def test_long_sequences_stay_accurate_in_float32(form: str) -> None:
     exact = (
         HMM.random(32, 500, seed=2, dtype=torch.float64)
         if form == "dense"
@@ -127,7 +127,7 @@ def test_long_texts_neither_underflow_nor_drift(form: str) -> None:
     torch.testing.assert_close(posterior.double(), exact.smooth(texts), rtol=0, atol=1e-3)
 
 
-def test_impossible_tokens_are_passed_over_at_a_fixed_price() -> None:
+def test_impossible_tokens_are_skipped_with_a_fixed_log_probability() -> None:
     # Token 3 is emitted by state 1 alone, and state 1 is never reached.
     hmm = HMM(
         initial=torch.tensor([1.0, 0.0]),
@@ -139,22 +139,22 @@ def test_impossible_tokens_are_passed_over_at_a_fixed_price() -> None:
     plain = hmm.log_likelihood(texts)
     with_impossible = texts.clone()
     with_impossible[0, 100] = 3
-    found = hmm.log_likelihood(with_impossible)
+    likelihood = hmm.log_likelihood(with_impossible)
     mask = torch.ones_like(texts, dtype=torch.bool)
     mask[0, 100] = False
-    passed_over = hmm.log_likelihood(texts, mask)
-    price = torch.tensor([IMPOSSIBLE, 1.0]).log()
-    torch.testing.assert_close(found, passed_over + price, rtol=1e-6, atol=0.0)
-    assert found[1] == plain[1]
-    everything = hmm.filter(with_impossible)
-    assert all(values.isfinite().all() for values in everything)
+    skipped = hmm.log_likelihood(texts, mask)
+    penalty = torch.tensor([IMPOSSIBLE, 1.0]).log()
+    torch.testing.assert_close(likelihood, skipped + penalty, rtol=1e-6, atol=0.0)
+    assert likelihood[1] == plain[1]
+    filtered = hmm.filter(with_impossible)
+    assert all(values.isfinite().all() for values in filtered)
     assert hmm.smooth(with_impossible).isfinite().all()
     double = hmm.to(dtype=torch.float64).log_likelihood(with_impossible)
-    torch.testing.assert_close(found.double(), double, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(likelihood.double(), double, rtol=1e-5, atol=0.0)
 
 
-def test_smoothing_survives_a_better_explanation_that_cannot_be_reached() -> None:
-    # State 1 explains the text far better, but the chain is in state 0 for good.
+def test_smoothing_ignores_unreachable_states() -> None:
+    # State 1 explains the tokens better, but the chain cannot leave state 0.
     hmm = HMM(
         initial=torch.tensor([1.0, 0.0]),
         transition=torch.eye(2),
@@ -164,8 +164,8 @@ def test_smoothing_survives_a_better_explanation_that_cannot_be_reached() -> Non
     torch.testing.assert_close(posterior[0, :, 0], torch.ones(500))
 
 
-def test_a_change_of_mind_that_single_precision_can_just_follow() -> None:
-    """States that stick, and evidence that turns: exact in float64, finite in float32."""
+def test_smoothing_of_contradicting_tokens() -> None:
+    """With absorbing states, late contrary tokens: exact in float64, finite in float32."""
     sticky = HMM(
         torch.tensor([0.5, 0.5], dtype=torch.float64),
         torch.eye(2, dtype=torch.float64),
@@ -198,13 +198,13 @@ def test_predicted_beliefs_sum_to_one_in_every_dtype(dtype: torch.dtype) -> None
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_batches_and_padding_change_nothing(
+def test_padding_changes_no_result(
     seed: int, form: str, lengths: list[int], data: st.DataObject
 ) -> None:
-    """Rows of a padded batch, padded on either side, equal the same rows alone."""
+    """Sequences padded on either side in a batch equal the same sequences alone."""
     hmm = tiny_hmm(form, seed)
     width = max(lengths) + 2
-    tokens = torch.full((len(lengths), width), -100)  # padding may hold anything
+    tokens = torch.full((len(lengths), width), -100)  # padding may be any number
     mask = torch.zeros(len(lengths), width, dtype=torch.bool)
     texts = []
     for row, length in enumerate(lengths):
@@ -218,17 +218,17 @@ def test_batches_and_padding_change_nothing(
     likelihood, posterior = hmm.log_likelihood(tokens, mask), hmm.smooth(tokens, mask)
     filtered = hmm.filter(tokens, mask)
     for row, text in enumerate(texts):
-        alone, seen = hmm.filter(text[None]), mask[row]
+        alone, present = hmm.filter(text[None]), mask[row]
         assert_exact(likelihood[row], hmm.log_likelihood(text[None])[0])
-        assert_exact(posterior[row, seen], hmm.smooth(text[None])[0])
-        assert not posterior[row, ~seen].any()
+        assert_exact(posterior[row, present], hmm.smooth(text[None])[0])
+        assert not posterior[row, ~present].any()
         for padded, unpadded in zip(filtered, alone, strict=True):
-            assert_exact(padded[row, seen], unpadded[0])
-        # what follows the text starts from the text's end, however it was padded
+            assert_exact(padded[row, present], unpadded[0])
+        # the prediction after the last position is that after the last token
         assert_exact(filtered.predicted[row, -1], alone.predicted[0, -1])
 
 
-def test_gaps_in_the_middle_are_passed_over() -> None:
+def test_masked_positions_in_the_middle_are_skipped() -> None:
     hmm = tiny_hmm("dense")
     mask = torch.tensor([[True, False, True, True]])
     gapped = hmm.log_likelihood(torch.tensor([[1, 3, 2, 0]]), mask)

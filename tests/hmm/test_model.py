@@ -1,4 +1,4 @@
-"""The HMM as an object: frozen, checked at the door, the same on every path in."""
+"""The HMM class: immutability, checks of arguments, and conversions."""
 
 from dataclasses import FrozenInstanceError
 
@@ -6,38 +6,38 @@ import pytest
 import torch
 
 from foretrace.errors import InvalidInputError, InvalidModelError
-from foretrace.hmm import HMM, HMMConfig, inference
+from foretrace.hmm import HMM, HMMConfig, SparseEmission, inference
 from tiny import KroneckerTransition, simplex, sparse_emission, tiny_hmm
 
 
-def test_it_is_frozen() -> None:
+def test_attributes_cannot_be_assigned() -> None:
     hmm = tiny_hmm("dense")
     with pytest.raises(FrozenInstanceError):
         hmm.initial = torch.ones(3)  # type: ignore[misc]
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_and_size() -> None:
     hmm = HMM.random(8, 20, eos_token_id=4)
     assert repr(hmm) == "HMM(8 states, 20 tokens, dense transition, dense emission, float32, cpu)"
     assert hmm.nbytes == 4 * (8 + 64 + 160)
     assert hmm.config.eos_token_ids == (4,)
 
 
-def test_end_of_text_is_absorbing() -> None:
+def test_the_end_of_text_state_is_absorbing() -> None:
     texts = HMM.random(8, 20, eos_token_id=4, seed=1).sample(500, 30, seed=0)
     ended = (texts == 4).cumsum(1) > 0
     assert ended[:, -1].any()
     assert (texts[ended] == 4).all()
 
 
-def test_random_is_deterministic_in_the_seed() -> None:
+def test_a_seed_makes_random_deterministic() -> None:
     assert torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=3).initial)
     assert not torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=4).initial)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["dense", "sparse"])
-def test_half_precision_stays_close(form: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_close_to_exact(form: str, dtype: torch.dtype) -> None:
     exact = HMM(
         simplex(64, seed=0),
         simplex(64, 64, seed=1),
@@ -55,10 +55,10 @@ def test_half_precision_stays_close(form: str, dtype: torch.dtype) -> None:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("wide", DTYPES)
-@pytest.mark.parametrize("narrow", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("form", ["dense", "sparse"])
-def test_any_dtype_converts_to_any_other(form: str, narrow: torch.dtype, wide: torch.dtype) -> None:
+def test_converting_between_dtypes(form: str, source: torch.dtype, target: torch.dtype) -> None:
     hmm = HMM(
         simplex(30, seed=0),
         simplex(30, 30, seed=1),
@@ -67,14 +67,14 @@ def test_any_dtype_converts_to_any_other(form: str, narrow: torch.dtype, wide: t
         else simplex(200, 30, seed=2, dim=0),
     )
     texts = hmm.sample(4, 20, seed=0)
-    there_and_back = hmm.to(dtype=narrow).to(dtype=wide)
-    assert there_and_back.dtype == wide
-    found = there_and_back.log_likelihood(texts).double() / 20
-    torch.testing.assert_close(found, hmm.log_likelihood(texts) / 20, rtol=0, atol=5e-3)
+    converted = hmm.to(dtype=source).to(dtype=target)
+    assert converted.dtype == target
+    per_token = converted.log_likelihood(texts).double() / 20
+    torch.testing.assert_close(per_token, hmm.log_likelihood(texts) / 20, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("parts", "complaint"),
+    ("tables", "message"),
     [
         ((simplex(3, seed=0), simplex(4, 4, seed=0), simplex(5, 4, seed=0, dim=0)), "must agree"),
         ((simplex(4, seed=0), simplex(4, 4, seed=0), simplex(5, 3, seed=0, dim=0)), "token-major"),
@@ -87,14 +87,14 @@ def test_any_dtype_converts_to_any_other(form: str, narrow: torch.dtype, wide: t
         ),
     ],
 )
-def test_tables_that_do_not_fit_are_refused(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], complaint: str
+def test_invalid_tables_are_refused(
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor], message: str
 ) -> None:
-    with pytest.raises(InvalidModelError, match=complaint):
-        HMM(*parts)
+    with pytest.raises(InvalidModelError, match=message):
+        HMM(*tables)
 
 
-def test_end_of_text_must_be_in_the_vocabulary() -> None:
+def test_end_of_text_tokens_must_be_in_the_vocabulary() -> None:
     with pytest.raises(InvalidModelError, match="eos_token_ids"):
         HMM(
             simplex(3, seed=0),
@@ -105,7 +105,7 @@ def test_end_of_text_must_be_in_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "mask", "complaint"),
+    ("tokens", "mask", "message"),
     [
         (torch.tensor([[0, 4]]), None, "vocabulary from 0 to 3"),
         (torch.tensor([[0, -100]]), None, "mask them"),
@@ -115,14 +115,14 @@ def test_end_of_text_must_be_in_the_vocabulary() -> None:
         (torch.tensor([[0, 1]]), torch.tensor([True, True]), "mask has shape"),
     ],
 )
-def test_tokens_that_do_not_fit_are_refused(
-    tokens: torch.Tensor, mask: torch.Tensor | None, complaint: str
+def test_invalid_tokens_are_refused(
+    tokens: torch.Tensor, mask: torch.Tensor | None, message: str
 ) -> None:
-    with pytest.raises(InvalidInputError, match=complaint):
+    with pytest.raises(InvalidInputError, match=message):
         tiny_hmm("dense").log_likelihood(tokens, mask)
 
 
-def test_arrays_and_lists() -> None:
+def test_lists_of_tokens_are_accepted_and_arrays_of_tables_refused() -> None:
     hmm = tiny_hmm("dense")
     assert hmm.log_likelihood([[0, 1]]).shape == (1,)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="torch tensor"):
@@ -131,23 +131,21 @@ def test_arrays_and_lists() -> None:
         HMM.random(3, 4, eos_token_id=9)
 
 
-def test_drawing_nothing_is_refused() -> None:
+def test_sampling_no_sequences_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="at least 1"):
         tiny_hmm("dense").sample(0, 5)
 
 
-def test_it_carries_32768_states_and_262144_tokens() -> None:
-    """The largest size promised, with a structured transition and 0.01% of the emission stored."""
+def test_32768_states_and_262144_tokens() -> None:
+    """The largest supported size, with a structured transition and a sparse emission."""
     states, vocab, per_token = 32_768, 262_144, 4
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, states // per_token, (vocab, per_token), generator=generator)
-    chosen = chosen + torch.arange(per_token) * (states // per_token)  # rising, each once
-    # every state keeps an entry: the first tokens name them all in turn
+    chosen = chosen + torch.arange(per_token) * (states // per_token)  # ascending, no duplicates
+    # the first tokens cover all states, so that every state has an entry
     chosen[: states // per_token] = torch.arange(states // per_token)[:, None] + torch.arange(
         per_token
     ) * (states // per_token)
-    from foretrace.hmm import SparseEmission
-
     emission = SparseEmission(
         offsets=torch.arange(0, vocab * per_token + 1, per_token),
         states=chosen.flatten(),

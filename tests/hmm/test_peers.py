@@ -1,4 +1,4 @@
-"""Held against hmmlearn, the field's reference implementation."""
+"""Comparison with hmmlearn, a reference implementation."""
 
 import numpy as np
 import torch
@@ -16,6 +16,5 @@ def test_log_likelihood_equals_hmmlearn() -> None:
     peer.emissionprob_ = hmm.emission.predict(identity).numpy()
     peer.n_features = 1000
     texts = hmm.sample(200, 40, seed=1)
-    theirs = np.array([peer.score(text.numpy()[:, None]) for text in texts])
-    ours = hmm.log_likelihood(texts).numpy()
-    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    expected = np.array([peer.score(text.numpy()[:, None]) for text in texts])
+    np.testing.assert_allclose(hmm.log_likelihood(texts).numpy(), expected, rtol=1e-9)

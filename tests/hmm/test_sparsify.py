@@ -1,4 +1,4 @@
-"""Sparse + background keeps its promise, on an HMM that EM has trained."""
+"""The loss of sparsifying stays within the tolerance, on an HMM trained by EM."""
 
 import numpy as np
 import pytest
@@ -16,21 +16,23 @@ STATES, VOCAB, LENGTH = 32, 800, 24
 
 @pytest.fixture(scope="module")
 def texts() -> torch.Tensor:
-    """Text of a known HMM whose states each have a vocabulary of their own, as words do."""
+    """Sequences of an HMM in which each state emits a small part of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     frequency = 1 / torch.arange(1, VOCAB + 1).double()
-    own = torch.rand(VOCAB, STATES, generator=generator) < 0.04
-    own[torch.arange(STATES), torch.arange(STATES)] = True
-    emission = frequency[:, None] * own
+    emitted = torch.rand(VOCAB, STATES, generator=generator) < 0.04
+    emitted[torch.arange(STATES), torch.arange(STATES)] = True
+    emission = frequency[:, None] * emitted
     source = HMM.random(STATES, VOCAB, seed=1, dtype=torch.float64)
-    known = HMM(source.initial, source.transition, emission / emission.sum(0))
-    return known.sample(3000, LENGTH, seed=2)
+    generating = HMM(source.initial, source.transition, emission / emission.sum(0))
+    return generating.sample(3000, LENGTH, seed=2)
 
 
 @pytest.fixture(scope="module")
 def trained(texts: torch.Tensor) -> HMM:
-    """Trained by hmmlearn's EM on 2,000 texts, smoothed by a pseudocount."""
-    start = HMM.random(STATES, VOCAB, seed=1, dtype=torch.float64)  # the transition is known
+    """An HMM trained by hmmlearn's EM on 2,000 sequences, smoothed by a pseudocount."""
+    start = HMM.random(
+        STATES, VOCAB, seed=1, dtype=torch.float64
+    )  # with the transition of the source
     peer = CategoricalHMM(
         STATES, init_params="", n_iter=25, implementation="scaling", tol=0, n_features=VOCAB
     )
@@ -38,37 +40,40 @@ def trained(texts: torch.Tensor) -> HMM:
     peer.startprob_ = start.initial.numpy()
     peer.transmat_ = start.transition.predict(identity).numpy()
     peer.emissionprob_ = start.emission.predict(identity).numpy()
-    seen = texts[:2000].numpy()
-    peer.fit(seen.reshape(-1, 1), [LENGTH] * len(seen))
+    training = texts[:2000].numpy()
+    peer.fit(training.reshape(-1, 1), [LENGTH] * len(training))
     emission = torch.from_numpy(np.ascontiguousarray(peer.emissionprob_.T)) + 1e-6
     initial, transition = torch.from_numpy(peer.startprob_), torch.from_numpy(peer.transmat_)
     return HMM(initial, transition, emission / emission.sum(0))
 
 
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-3, 1e-4])
-def test_the_loss_is_within_the_promise(
+def test_the_loss_is_within_the_tolerance(
     trained: HMM, texts: torch.Tensor, tolerance: float
 ) -> None:
     sparse = trained.sparsify(tolerance)
     assert isinstance(sparse.emission, SparseEmission)
-    everything = torch.arange(VOCAB)
-    exact, found = trained.emission.rows(everything), sparse.emission.rows(everything)
-    torch.testing.assert_close(found.sum(0), torch.ones(STATES, dtype=torch.float64))
-    nats = (torch.xlogy(exact, exact) - torch.xlogy(exact, found)).sum(0)  # (h,)
-    assert nats.max() <= tolerance
+    tokens = torch.arange(VOCAB)
+    exact, approximate = trained.emission.rows(tokens), sparse.emission.rows(tokens)
+    torch.testing.assert_close(approximate.sum(0), torch.ones(STATES, dtype=torch.float64))
+    divergence = (torch.xlogy(exact, exact) - torch.xlogy(exact, approximate)).sum(0)  # (h,)
+    assert divergence.max() <= tolerance
     cost = sparse.config.sparsification
     assert cost is not None
-    assert cost["nats_per_token"] == pytest.approx(float(nats.max()), abs=1e-9)
-    moved = (exact - found).abs().sum(0).max() / 2
-    assert cost["total_variation"] == pytest.approx(float(moved), abs=1e-9)
-    assert moved <= (tolerance / 2) ** 0.5  # Pinsker, as documented
-    for sample in (trained.sample(1000, LENGTH, seed=5), texts[2000:]):  # its own, and held-out
+    assert cost["nats_per_token"] == pytest.approx(float(divergence.max()), abs=1e-9)
+    distance = (exact - approximate).abs().sum(0).max() / 2
+    assert cost["total_variation"] == pytest.approx(float(distance), abs=1e-9)
+    assert distance <= (tolerance / 2) ** 0.5  # Pinsker's inequality
+    for sample in (
+        trained.sample(1000, LENGTH, seed=5),
+        texts[2000:],
+    ):  # from the HMM itself, and held out
         lost = (trained.log_likelihood(sample) - sparse.log_likelihood(sample)) / LENGTH
         assert lost.mean() <= tolerance
     assert cost["density"] < 0.6
 
 
-def test_a_smaller_tolerance_keeps_more(trained: HMM) -> None:
+def test_a_smaller_tolerance_stores_more_entries(trained: HMM) -> None:
     densities = []
     for tolerance in (1e-1, 1e-2, 1e-3, 1e-4):
         cost = trained.sparsify(tolerance).config.sparsification
@@ -79,17 +84,17 @@ def test_a_smaller_tolerance_keeps_more(trained: HMM) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_promise_holds_over_all_texts(seed: int) -> None:
-    """The expected loss over every text of 5 tokens, enumerated, is at most 5 tolerances."""
+def test_the_expected_loss_over_all_sequences_is_bounded(seed: int) -> None:
+    """The expected loss over all sequences of 5 tokens is at most 5 tolerances."""
     dense, tolerance = tiny_hmm("dense", seed), 0.2
     sparse = dense.sparsify(tolerance)
-    exact, found = (hmm.log_likelihood(all_texts(5)) for hmm in (dense, sparse))
-    loss = (exact.exp() * (exact - found)).sum()
+    exact, approximate = (hmm.log_likelihood(all_texts(5)) for hmm in (dense, sparse))
+    loss = (exact.exp() * (exact - approximate)).sum()
     assert 0 <= loss + 1e-12 <= 5 * tolerance
 
 
-def test_smoothing_to_a_floor_costs_nothing() -> None:
-    """A table that is a floor and a few entries is represented exactly: the floor is rank one."""
+def test_a_smoothed_table_loses_almost_nothing() -> None:
+    """The background represents a constant floor exactly, because it has rank one."""
     table = torch.full((500, 6), 1e-5, dtype=torch.float64)
     table[torch.arange(60), torch.arange(60) % 6] = 0.1
     hmm = HMM.random(6, 500, seed=0, dtype=torch.float64)
@@ -108,10 +113,10 @@ def test_smoothing_to_a_floor_costs_nothing() -> None:
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_table_gets_its_promise(
+def test_the_loss_of_any_table_is_within_the_tolerance(
     seed: int, states: int, vocab: int, sharpness: float, tolerance: float, dtype: torch.dtype
 ) -> None:
-    """It ends, and keeps the promise, on tables that are not sparse at all, and on peaked ones."""
+    """Sparsifying terminates and keeps the bound for flat and for peaked tables."""
     hmm = HMM.random(states, vocab, seed=seed, dtype=dtype)
     table = hmm.emission.rows(torch.arange(vocab)) ** sharpness
     sharp = HMM(hmm.initial, hmm.transition, table / table.sum(0))
@@ -120,7 +125,7 @@ def test_every_table_gets_its_promise(
     assert cost["nats_per_token"] <= tolerance
 
 
-def test_a_table_with_vanishing_entries() -> None:
+def test_a_table_with_denormal_entries() -> None:
     table = torch.full((40, 3), 1e-43)
     table[0], table[1] = 0.25, 0.75
     hmm = HMM(torch.full((3,), 1 / 3), torch.eye(3), table)
@@ -130,7 +135,7 @@ def test_a_table_with_vanishing_entries() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, 2.0, float("nan")])
-def test_a_senseless_tolerance_is_refused(trained: HMM, tolerance: float) -> None:
+def test_a_tolerance_out_of_range_is_refused(trained: HMM, tolerance: float) -> None:
     with pytest.raises(InvalidInputError, match="nats per token"):
         trained.sparsify(tolerance)
 

@@ -1,4 +1,4 @@
-"""An HMM on disk: exact, mapped rather than copied, and refused with advice when damaged."""
+"""Saving and loading are exact, loading maps the file, and damaged files are refused."""
 
 import json
 import subprocess
@@ -60,12 +60,12 @@ def test_saving_and_loading_are_exact(form: str, dtype: torch.dtype, tmp_path: P
     ]
 
 
-def test_saving_can_narrow_on_the_way(tmp_path: Path) -> None:
+def test_saving_can_convert_the_dtype(tmp_path: Path) -> None:
     make("dense", torch.float32).save_pretrained(tmp_path, dtype=torch.bfloat16)
     assert HMM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
-def test_a_sparse_hmm_of_a_real_vocabulary_takes_a_few_megabytes(tmp_path: Path) -> None:
+def test_size_of_a_sparse_hmm_on_disk(tmp_path: Path) -> None:
     hmm = HMM(
         simplex(1024, seed=0),
         simplex(1024, 1024, seed=1),
@@ -163,11 +163,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_with_advice(damage: str, tmp_path: Path) -> None:
-    do, what, advice = DAMAGES[damage]
+def test_damaged_files_are_refused_with_advice(damage: str, tmp_path: Path) -> None:
+    damage_folder, message, advice = DAMAGES[damage]
     make("dense", torch.float32).save_pretrained(tmp_path)
-    do(tmp_path)
-    with pytest.raises(InvalidFileError, match=what) as raised:
+    damage_folder(tmp_path)
+    with pytest.raises(InvalidFileError, match=message) as raised:
         HMM.from_pretrained(tmp_path)
     assert advice in str(raised.value)
     assert isinstance(raised.value, foretrace.ForetraceError)
@@ -205,14 +205,16 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "make it anew" in str(raised.value)
 
 
-def test_unknown_keys_warn_but_do_not_stop(tmp_path: Path) -> None:
+def test_unknown_keys_in_the_config_warn(tmp_path: Path) -> None:
     make("dense", torch.float32).save_pretrained(tmp_path)
     edit_config(colour="blue")(tmp_path)
     with pytest.warns(UserWarning, match="colour"):
         HMM.from_pretrained(tmp_path)
 
 
-def test_neither_folder_nor_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_or_repository_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for source in (tmp_path / "nowhere", "nobody/nothing-at-all"):
         with pytest.raises(InvalidFileError, match="neither a local folder nor a hub") as raised:
@@ -220,7 +222,7 @@ def test_neither_folder_nor_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "Check the spelling" in str(raised.value)
 
 
-def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_old_files(tmp_path: Path) -> None:
     hmm = make("dense", torch.float32)
     hmm.save_pretrained(tmp_path)
     unwritable = HMMConfig(distillation={"loss": torch.tensor(1.0)})
@@ -235,7 +237,7 @@ def test_tables_that_share_memory_are_saved(tmp_path: Path) -> None:
     assert HMM.from_pretrained(tmp_path).num_states == 4
 
 
-def test_only_floating_point_is_stored(tmp_path: Path) -> None:
+def test_saving_in_float8_is_refused(tmp_path: Path) -> None:
     hmm = make("dense", torch.float32)
     with pytest.raises(InvalidModelError, match="cannot be float8"):
         hmm.save_pretrained(tmp_path, dtype=torch.float8_e4m3fn)
@@ -249,7 +251,7 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 torch.rand(64, 64) @ torch.rand(64, 64)
-Path("/proc/self/clear_refs").write_text("5")  # the peak is inherited: begin anew
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which is inherited
 before = peak()
 hmm = HMM.from_pretrained(sys.argv[1])
 loaded = peak() - before
@@ -261,7 +263,7 @@ print(loaded, peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_a_large_hmm_is_mapped_not_copied(tmp_path: Path) -> None:
-    """4,096 states x 50,257 tokens in bfloat16: 445 MB, never twice in memory."""
+    """An HMM of 445 MB (4,096 states, 50,257 tokens, bfloat16) is never copied in memory."""
     states, vocab = 4096, 50_257
     hmm = HMM(
         torch.full((states,), 1 / states),
@@ -279,8 +281,8 @@ def test_a_large_hmm_is_mapped_not_copied(tmp_path: Path) -> None:
         check=True,
     )
     loaded, used = map(int, run.stdout.split())
-    assert 0.5 * size < loaded < 1.3 * size  # below, and nothing would have been measured
-    assert used < 1.6 * size  # inference widens rows, never the table
+    assert 0.5 * size < loaded < 1.3 * size  # below the lower bound, nothing was measured
+    assert used < 1.6 * size  # inference converts rows, never the complete table
 
 
 def test_threads_share_one_hmm() -> None:

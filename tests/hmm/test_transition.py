@@ -1,4 +1,4 @@
-"""The dense transition is exact in every dtype; a structured one slots in."""
+"""The dense transition in every dtype, and a structured transition."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from foretrace.hmm import DenseTransition, Transition
 from tiny import KroneckerTransition, simplex
 
 
-def test_the_two_products() -> None:
+def test_predict_and_expect_are_matrix_products() -> None:
     matrix = simplex(5, 5, seed=0)
     operator = DenseTransition(matrix)
     belief, values = simplex(2, 3, 5, seed=1), torch.rand(2, 3, 5, dtype=torch.float64)
@@ -17,13 +17,13 @@ def test_the_two_products() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_rounded_matrix_neither_gains_nor_loses_mass(dtype: torch.dtype) -> None:
+def test_products_with_a_rounded_matrix_stay_normalised(dtype: torch.dtype) -> None:
     operator = DenseTransition(simplex(300, 300, seed=0)).to(None, dtype)
     belief = simplex(4, 300, seed=1).float()
     precision = torch.finfo(dtype).eps
     for _ in range(50):
         belief = operator.predict(belief)
-    # a product in bfloat16 rounds its result, to either side: no drift of a whole row's error
+    # bfloat16 products round their results in both directions: row totals do not drift
     torch.testing.assert_close(belief.sum(-1), torch.ones(4), rtol=0, atol=precision + 1e-6)
     torch.testing.assert_close(
         operator.expect(torch.ones(300)), torch.ones(300), rtol=0, atol=precision

@@ -198,7 +198,7 @@ class DenseEmission:
         return matmul(belief * self._normaliser, self.table.T)
 
     def predict_blocks(self, beliefs: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Compute p(x) for beliefs as columns, a block of tokens at a time: (h, n) -> (block, n)."""
+        """Compute p(x) for beliefs as columns, in blocks of tokens: (h, n) -> (block, n)."""
         rows = (beliefs * self._normaliser[:, None]).T
         for block in blocks_of(self.vocab_size, size):
             yield block, matmul(rows, self.table[block].T).T

@@ -119,7 +119,7 @@ class SparseEmission:
         token = torch.repeat_interleave(self.offsets.diff().long())
         if bool(((token.diff() == 0) & (self.states.int().diff() <= 0)).any()):
             raise InvalidModelError(
-                "sparse emission: the states of a token must ascend, each named once. Save it again."
+                "sparse emission: a token's states must ascend, each named once. Save it again."
             )
         for name in ("values", "background", "leak"):
             tensor: Tensor = getattr(self, name)
@@ -212,7 +212,7 @@ class SparseEmission:
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
 
     def predict_blocks(self, beliefs: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Compute p(x) for beliefs as columns, a block of tokens at a time: (h, n) -> (block, n).
+        """Compute p(x) for beliefs as columns, in blocks of tokens: (h, n) -> (block, n).
 
         All blocks share one buffer: on CPUs, allocating each costs more than the products.
         """
