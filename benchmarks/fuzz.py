@@ -1,7 +1,7 @@
-"""A hundred thousand requests nobody should send: each is admitted, or refused with a reason.
+"""Fuzz admission: every random request is accepted, or refused with a reason.
 
-Random goals and parameters (hypothesis) go through what a server does at admission, with a folder
-of real attributes. With --quick, three thousand.
+Hypothesis generates 100,000 goals and parameters (3,000 with --quick). Each is admitted as the
+server does it, with a folder of attributes.
 """
 
 import sys
@@ -22,39 +22,39 @@ from foretrace.engines.vllm.table_cache import TableCache
 from foretrace.hmm import HMM
 from harness import Report, options
 
-WORDS = 200
-SLOWEST = 0.05
+VOCAB_SIZE = 200
+MAX_SECONDS = 0.05
 
 
 def main() -> None:
     """Fuzz admission."""
-    asked = options(__doc__)
+    arguments = options(__doc__)
     report = Report("Fuzzing admission")
     with tempfile.TemporaryDirectory() as scratch:
         library = _library(Path(scratch))
-        seen: dict[str, int] = {"admitted": 0, "refused": 0, "other": 0}
+        outcomes: dict[str, int] = {"admitted": 0, "refused": 0, "other": 0}
         times: list[float] = []
-        _fuzz(library, 3_000 if asked.quick else 100_000, seen, times)
-    report.add("requests", len(times), "", at_least=3_000 if asked.quick else 100_000)
-    report.add("admitted", seen["admitted"], "")
-    report.add("refused with a reason", seen["refused"], "")
-    report.add("raised anything else", seen["other"], "", at_most=0)
-    report.add("slowest", 1000 * max(times), "ms", at_most=1000 * SLOWEST)
+        _fuzz(library, 3_000 if arguments.quick else 100_000, outcomes, times)
+    report.add("requests", len(times), "", at_least=3_000 if arguments.quick else 100_000)
+    report.add("admitted", outcomes["admitted"], "")
+    report.add("refused with a reason", outcomes["refused"], "")
+    report.add("raised anything else", outcomes["other"], "", at_most=0)
+    report.add("slowest", 1000 * max(times), "ms", at_most=1000 * MAX_SECONDS)
     report.add("median", 1000 * sorted(times)[len(times) // 2], "ms")
-    report.publish(asked.json)
+    report.publish(arguments.json)
 
 
 def _library(folder: Path) -> TableCache:
-    """Make a library of the attributes that the requests name."""
+    """Build a library with the attributes that the requests name."""
     store = AttributeStore(folder / "attributes")
-    for place, name in enumerate(NAMES):
-        weights = torch.rand(WORDS, generator=torch.Generator().manual_seed(place))
+    for seed, name in enumerate(NAMES):
+        weights = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         store.add(Attribute.from_weights(weights, name=name.strip('"')))
-    hmm = HMM.random(16, WORDS, eos_token_id=0, seed=0)
+    hmm = HMM.random(16, VOCAB_SIZE, eos_token_id=0, seed=0)
     return TableCache(hmm, folder / "attributes", folder / "tables", horizon=64)
 
 
-def _fuzz(library: TableCache, count: int, seen: dict[str, int], times: list[float]) -> None:
+def _fuzz(library: TableCache, count: int, outcomes: dict[str, int], times: list[float]) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -64,19 +64,19 @@ def _fuzz(library: TableCache, count: int, seen: dict[str, int], times: list[flo
     )
     @given(anything())
     def admit(request: dict[str, Any]) -> None:
-        began = thread_time()
+        start = thread_time()
         try:
             asked = parse(request)
             if asked is not None:
                 library.admit(asked)
-            seen["admitted"] += 1
+            outcomes["admitted"] += 1
         except ValueError:
-            seen["refused"] += 1
+            outcomes["refused"] += 1
         except Exception:
-            seen["other"] += 1
-        times.append(thread_time() - began)
+            outcomes["other"] += 1
+        times.append(thread_time() - start)
 
-    while len(times) < count:  # hypothesis may stop early: it has seen all that it can think of
+    while len(times) < count:  # hypothesis may stop early
         admit()
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: the two options, timing, one table, JSON rows."""
+"""Shared code of the benchmarks: options, timing, and a report as a table and as JSON."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what, how much, and whether it reached its goal (None where there is none)."""
+    """One measurement. `holds` tells whether it meets its goal; None without a goal."""
 
     name: str
     value: float
@@ -25,7 +25,7 @@ class Row:
 
 @dataclass
 class Report:
-    """The figures of one run."""
+    """The measurements of one run."""
 
     title: str
     rows: list[Row] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Report:
         at_most: float | None = None,
         at_least: float | None = None,
     ) -> None:
-        """Record a figure, with its goal if it has one."""
+        """Add a measurement, with an optional goal."""
         goal, holds = None, None
         if at_most is not None:
             goal, holds = f"<= {at_most:g}", value <= at_most
@@ -48,7 +48,7 @@ class Report:
         self.rows.append(Row(name, value, unit, goal, holds))
 
     def publish(self, json_file: Path | None) -> None:
-        """Print the table, and write the rows if a file is given."""
+        """Print the table, and write the rows as JSON if there is a file."""
         table = Table("figure", "value", "unit", "goal", "holds", title=self.title)
         for row in self.rows:
             holds = "" if row.holds is None else ("yes" if row.holds else "NO")
@@ -60,39 +60,39 @@ class Report:
 
 @dataclass(frozen=True)
 class Options:
-    """How a benchmark was asked to run."""
+    """The command-line options of a benchmark."""
 
     quick: bool
     json: Path | None
 
 
 def options(description: str | None) -> Options:
-    """Read `[--quick] [--json FILE]` from the command line."""
+    """Parse `[--quick] [--json FILE]` from the command line."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="end within 50 seconds")
+    parser.add_argument("--quick", action="store_true", help="run within 50 seconds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
-    return Options(given.quick, given.json)
+    arguments = parser.parse_args()
+    return Options(arguments.quick, arguments.json)
 
 
 def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
-    """Time functions by turns; the best of each, since noise only ever adds."""
+    """Time functions in turns and return the minimum of each, which has least noise."""
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(repeats + 1):
-        for function, taken in zip(functions, times, strict=True):
+        for function, durations in zip(functions, times, strict=True):
             start = perf_counter()
             function()
-            if turn:  # the first turn warms up
-                taken.append(perf_counter() - start)
-    return [min(taken) for taken in times]
+            if turn:  # the first turn is a warm-up
+                durations.append(perf_counter() - start)
+    return [min(durations) for durations in times]
 
 
 def paired(
     base: Callable[[], object], other: Callable[[], object], pairs: int
 ) -> tuple[float, float]:
-    """Time two functions by turns, in changing order: the base's seconds, and other / base.
+    """Time two functions in turns, and return the seconds of `base` and the ratio other / base.
 
-    Both are medians over the pairs, so that a burst of somebody else's work does not count.
+    Both are medians over the pairs, which are robust against load from other processes.
     """
     bases, ratios = [], []
     for turn in range(pairs + 1):
@@ -101,7 +101,7 @@ def paired(
             start = perf_counter()
             function()
             times[function] = perf_counter() - start
-        if turn:  # the first turn warms up
+        if turn:  # the first turn is a warm-up
             bases.append(times[base])
             ratios.append(times[other] / times[base])
     return median(bases), median(ratios)

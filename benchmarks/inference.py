@@ -1,6 +1,6 @@
-"""A filter step and the whole vocabulary's next-token probabilities, sparse against dense.
+"""Time a filter step and the next-token probabilities of all tokens, sparse against dense.
 
-4,096 states, V = 50,257 and 262,144, density 1% and 3%, float32, in one process, by turns.
+4,096 states, V = 50,257 and 262,144, density 1% and 3%, float32. Both run in turns in one process.
 """
 
 import torch
@@ -13,7 +13,7 @@ BATCHES = (1, 8)
 
 
 def dense_hmm(vocab: int) -> HMM:
-    """Make a dense HMM; what stands in the tables does not matter to the clock."""
+    """Build a dense HMM with uniform tables; the values do not affect the time."""
     return HMM(
         initial=torch.full((STATES,), 1 / STATES),
         transition=torch.full((STATES, STATES), 1 / STATES),
@@ -22,9 +22,9 @@ def dense_hmm(vocab: int) -> HMM:
 
 
 def sparse_emission(vocab: int, density: float) -> SparseEmission:
-    """Store `density` of the entries, the same number for each token, at random states."""
+    """Build a sparse emission with `density` of the entries, equally many for each token."""
     per_token = round(density * STATES)
-    bounds = torch.arange(per_token + 1) * STATES // per_token  # one state from each stretch
+    bounds = torch.arange(per_token + 1) * STATES // per_token  # one random state from each range
     states = bounds[:-1] + (torch.rand(vocab, per_token) * bounds.diff()).long()
     return SparseEmission(
         offsets=torch.arange(0, vocab * per_token + 1, per_token),
@@ -35,10 +35,10 @@ def sparse_emission(vocab: int, density: float) -> SparseEmission:
     )
 
 
-def held_bytes(emission: SparseEmission) -> int:
-    """Count what a sparse emission holds in memory."""
-    parts = emission.offsets, emission.states, emission.values, emission.background, emission.leak
-    return sum(part.nbytes for part in parts)
+def memory_bytes(emission: SparseEmission) -> int:
+    """Return the size of a sparse emission in memory."""
+    tensors = emission.offsets, emission.states, emission.values, emission.background, emission.leak
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def compare(report: harness.Report, dense: HMM, density: float, repeats: int) -> None:
@@ -48,9 +48,11 @@ def compare(report: harness.Report, dense: HMM, density: float, repeats: int) ->
     assert isinstance(sparse.emission, SparseEmission)
     label = f"V={vocab:,} density {density:.0%}"
     dense_bytes = 4 * STATES * vocab
-    held = held_bytes(sparse.emission)
-    report.add(f"{label}: emission in memory", held / 1e6, "MB")
-    report.add(f"{label}: memory, dense / sparse", dense_bytes / held, "x", at_least=0.3 / density)
+    sparse_bytes = memory_bytes(sparse.emission)
+    report.add(f"{label}: emission in memory", sparse_bytes / 1e6, "MB")
+    report.add(
+        f"{label}: memory, dense / sparse", dense_bytes / sparse_bytes, "x", at_least=0.3 / density
+    )
     for batch in BATCHES:
         predicted = dense.initial.expand(batch, -1).contiguous()
         tokens = torch.randint(0, vocab, (batch,))
@@ -73,7 +75,7 @@ def compare(report: harness.Report, dense: HMM, density: float, repeats: int) ->
 
 def main() -> None:
     """Run the comparison."""
-    chosen = harness.options(__doc__)
+    arguments = harness.options(__doc__)
     report = harness.Report(
         f"Inference at {STATES:,} states, float32, {torch.get_num_threads()} threads"
     )
@@ -81,9 +83,9 @@ def main() -> None:
     for vocab in (50_257, 262_144):
         dense = dense_hmm(vocab)
         for density in (0.01, 0.03):
-            compare(report, dense, density, repeats=5 if chosen.quick else 30)
+            compare(report, dense, density, repeats=5 if arguments.quick else 30)
         del dense
-    report.publish(chosen.json)
+    report.publish(arguments.json)
 
 
 if __name__ == "__main__":

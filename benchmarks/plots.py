@@ -1,4 +1,4 @@
-"""Draws the plots of docs/results from the JSON of benchmarks/starts.py.
+"""Draw the plots of docs/results from the JSON of benchmarks/starts.py.
 
 python benchmarks/plots.py STARTS.json docs/results
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-AFTER = re.compile(r"(\d+) states, (\w+), (\d+) sequences: after EM")
+AFTER_EM = re.compile(r"(\d+) states, (\w+), (\d+) sequences: after EM")
 
 
 def main() -> None:
@@ -19,18 +19,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("starts", type=Path)
     parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    rows, folder = json.loads(given.starts.read_text()), given.folder
-    found = [(*match.groups(), row["value"]) for row in rows if (match := AFTER.match(row["name"]))]
-    points = [(int(states), start, int(many), float(value)) for states, start, many, value in found]
-    most = max(many for _, _, many, _ in points)
+    arguments = parser.parse_args()
+    rows, folder = json.loads(arguments.starts.read_text()), arguments.folder
+    points = [
+        (int(match[1]), match[2], int(match[3]), float(row["value"]))
+        for row in rows
+        if (match := AFTER_EM.match(row["name"]))
+    ]
+    most_sequences = max(sequences for _, _, sequences, _ in points)
     by_states: dict[str, list[tuple[int, float]]] = defaultdict(list)
     by_sequences: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for states, start, many, value in points:
-        if many == most:
+    for states, start, sequences, value in points:
+        if sequences == most_sequences:
             by_states[f"{start} start"].append((states, value))
-        if start == "latent" and any(states == s and many != m for s, _, m, _ in points):
-            by_sequences[f"{states} states, latent start"].append((many, value))
+        if start == "latent" and any(states == s and sequences != n for s, _, n, _ in points):
+            by_sequences[f"{states} states, latent start"].append((sequences, value))
     _draw(by_states, "states", folder / "likelihood-states.png")
     _draw(by_sequences, "training sequences", folder / "likelihood-sequences.png")
 
@@ -39,9 +42,9 @@ def _draw(lines: dict[str, list[tuple[int, float]]], label: str, path: Path) -> 
     figure = Figure(figsize=(5.0, 3.4), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel=label, ylabel="held-out nats per token")
     for name, line in lines.items():
-        where, values = zip(*sorted(line), strict=True)
-        axes.plot(where, values, marker="o", ms=4, label=name)
-    ticks = sorted({where for line in lines.values() for where, _ in line})
+        x, y = zip(*sorted(line), strict=True)
+        axes.plot(x, y, marker="o", ms=4, label=name)
+    ticks = sorted({x for line in lines.values() for x, _ in line})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

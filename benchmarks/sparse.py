@@ -1,7 +1,8 @@
-"""How far a sparse emission takes steering from the dense, exact one: after 200 real prompts.
+"""Measure the error of steering with a sparse emission, against the dense one, on 200 prompts.
 
-Set FORETRACE_DATA to a folder with `detox` (JSON Lines under xz), and FORETRACE_HMM to a dense HMM
-of SmolLM2, as `foretrace distill` makes it; else that of `examples/` is taken, made dense again.
+Set FORETRACE_DATA to a folder with `detox` (JSON Lines, compressed with xz), and FORETRACE_HMM to a
+dense HMM of SmolLM2 from `foretrace distill`. Without FORETRACE_HMM, the HMM of `examples/` is
+converted to a dense one.
 """
 
 import os
@@ -30,40 +31,44 @@ TOLERANCES = (1e-4, 1e-3, 1e-2)
 
 
 def main() -> None:
-    """Compare next-token distributions, steered with each."""
-    given = options(__doc__)
+    """Compare the steered next-token distributions of both."""
+    arguments = options(__doc__)
     data = Path(os.environ["FORETRACE_DATA"]) / "detox"
     report = Report("Steered next-token distributions after real prompts: sparse against dense")
     tokenizer: Any = AutoTokenizer.from_pretrained(find_smollm2())
     lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
     rows = read_rows(data / "test_prompts_nontoxic.jsonl.xz")[
-        : PROMPTS // 4 if given.quick else PROMPTS
+        : PROMPTS // 4 if arguments.quick else PROMPTS
     ]
     prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
-    dense = _dense()
+    dense = _dense_hmm()
     attribute = _nontoxic(data, tokenizer, dense.vocab_size)
     logits = _logits(lm, prompts)
-    bare = logits.double().softmax(-1)
-    exact = {each: _steered(dense, attribute, each, prompts, logits) for each in TRANSFORMS}
+    unsteered = logits.double().softmax(-1)
+    exact = {
+        transform: _steered(dense, attribute, transform, prompts, logits)
+        for transform in TRANSFORMS
+    }
     for transform, steered in exact.items():
-        report.add(f"{_named(transform)}: from bare, mean", _apart(bare, steered)[0], "TV")
-    for tolerance in TOLERANCES[1:2] if given.quick else TOLERANCES:
+        mean, _ = _total_variation(unsteered, steered)
+        report.add(f"{_label(transform)}: from bare, mean", mean, "TV")
+    for tolerance in TOLERANCES[1:2] if arguments.quick else TOLERANCES:
         sparse = dense.sparsify(tolerance)
         name = f"tolerance {tolerance:g}"
         report.add(f"{name}: size", sparse.nbytes / dense.nbytes, "of dense")
         for transform, steered in exact.items():
-            mean, most = _apart(steered, _steered(sparse, attribute, transform, prompts, logits))
-            report.add(f"{name}, {_named(transform)}: mean", mean, "TV")
-            report.add(
-                f"{name}, {_named(transform)}: most", most, "TV", at_most=(tolerance / 2) ** 0.5
-            )
-    report.publish(given.json)
+            approximate = _steered(sparse, attribute, transform, prompts, logits)
+            mean, most = _total_variation(steered, approximate)
+            label = f"{name}, {_label(transform)}"
+            report.add(f"{label}: mean", mean, "TV")
+            report.add(f"{label}: most", most, "TV", at_most=(tolerance / 2) ** 0.5)
+    report.publish(arguments.json)
 
 
-def _dense() -> HMM:
+def _dense_hmm() -> HMM:
     hmm = HMM.from_pretrained(os.environ.get("FORETRACE_HMM", EXAMPLE))
-    whole = hmm.emission.rows(torch.arange(hmm.vocab_size)).float()
-    return HMM(hmm.initial, hmm.transition, whole / whole.sum(0), hmm.config)
+    table = hmm.emission.rows(torch.arange(hmm.vocab_size)).float()
+    return HMM(hmm.initial, hmm.transition, table / table.sum(0), hmm.config)
 
 
 def _nontoxic(data: Path, tokenizer: Any, vocab_size: int) -> Attribute:
@@ -92,13 +97,13 @@ def _steered(
     return steering.reweight(logits).double().softmax(-1)
 
 
-def _apart(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Give the total variation, mean and most."""
+def _total_variation(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Compute the mean and the maximum of the total variation."""
     distance = (one - other).abs().sum(-1) / 2
     return float(distance.mean()), float(distance.max())
 
 
-def _named(transform: tuple[float, float]) -> str:
+def _label(transform: tuple[float, float]) -> str:
     return "strength {:g}, shift {:g}".format(*transform)
 
 
