@@ -63,7 +63,7 @@ def main() -> None:
             )
             for kind, rows in (("steered", generations[name]), ("bare", _bare(generations[name]))):
                 mean = sum(row["probability"][0] for row in rows) / len(rows)
-                report.add(f"{name}: attribute's own probability, {kind}", mean, "")
+                report.add(f"{name}: attribute probability, {kind}", mean, "")
     if arguments.quick:
         print(_page(generations))
     else:

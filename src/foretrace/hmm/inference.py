@@ -299,6 +299,6 @@ def _sample_states(
     for _ in range(length):
         state = torch.multinomial(predicted, 1, generator=generator)
         path.append(state)
-        # A one-hot belief selects a row of the transition with the operator's own product.
+        # A one-hot belief selects a row of the transition with the operator's product.
         predicted = hmm.transition.predict(torch.zeros_like(predicted).scatter(1, state, 1.0))
     return torch.cat(path, dim=1)
