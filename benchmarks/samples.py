@@ -28,16 +28,17 @@ GOALS = (
 INTRODUCTION = """# Steered texts
 
 The first twenty prompts of `detox/test_prompts_nontoxic`, continued by SmolLM2-135M-Instruct
-unsteered ("bare") and steered toward two goals, with the HMM of `examples/`. The examples are not
-selected. All use the same seed, so the texts are equal where steering changes no token.
-"Probability" is the probability of the attribute, for the unsteered and the steered text. It is
-computed with the weights that steer, so it does not replace an independent judge.
+without steering (`bare`) and toward two goals, with the HMM of `examples/`. Nothing is selected or
+left out. All texts start from the same seed, so they are equal where steering changed no token.
+"Probability" is the attribute's own score of the unsteered and of the steered text: it shows that
+steering reaches its target, not that an independent judge would agree.
 
 ```bash
 FORETRACE_DATA=data python benchmarks/samples.py
 ```
 
-It fits both attributes with `foretrace fit`. It runs `foretrace generate` with `{settings}` and
+The script fits both attributes with `foretrace fit` and generates with `foretrace generate`. The
+options are `{settings}` and, for each goal:
 """
 SETTINGS = ["--max-new-tokens", "20", "--top-p", "0.9", "--seed", "0", "--batch-size", "20"]
 
