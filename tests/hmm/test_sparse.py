@@ -32,6 +32,8 @@ def test_the_scale_applies_to_selected_tokens() -> None:
     emission, table = unnormalized_emission()
     beliefs, tokens = simplex(4, STATES, seed=1), torch.tensor([0, 3, 17, 29])
     subset = emission.subset(tokens)
-    torch.testing.assert_close(subset.rows(slice(0, 4)).predict(beliefs.T), table[tokens] @ beliefs.T)
+    torch.testing.assert_close(
+        subset.rows(slice(0, 4)).predict(beliefs.T), table[tokens] @ beliefs.T
+    )
     values = torch.rand(2, len(tokens), dtype=torch.float64)
     torch.testing.assert_close(emission.expect(values, tokens), values @ table[tokens])
