@@ -1,6 +1,6 @@
 """Steering in transformers: a logits processor, generation in one call, and explanations."""
 
-from foretrace.engines.transformers.generate import (
+from foretrace.engines.transformers.generation import (
     decode_after,
     encode_prompts,
     generate,
