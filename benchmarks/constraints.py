@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 
 import foretrace as ft
 from decode import EXAMPLE, HORIZON, PROMPT, Timed, random_goal
-from foretrace.evaluate.surprise import surprise
+from foretrace.evaluate.perplexity import surprise
 from harness import Report, options, paired
 from smollm2 import find_smollm2
 

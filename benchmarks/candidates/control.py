@@ -12,7 +12,7 @@ from foretrace.engines.transformers import decode_after
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.evaluate import metrics
 from foretrace.evaluate.linear_judge import LinearJudge
-from foretrace.evaluate.surprise import surprise
+from foretrace.evaluate.perplexity import surprise
 
 
 def control(

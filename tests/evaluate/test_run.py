@@ -15,10 +15,10 @@ from foretrace import cli
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.generations import Sampling, Writer
+from foretrace.evaluate.perplexity import surprise
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.suite import load_suite
-from foretrace.evaluate.surprise import surprise
 from foretrace.hmm import HMM
 from tiny_lm import tiny_hmm, word_tokenizer
 

@@ -40,8 +40,8 @@ def fidelity(
     from foretrace.attribute import LogitAffine
     from foretrace.engines.transformers import stop_tokens
     from foretrace.evaluate.fidelity import measure_fidelity
-    from foretrace.evaluate.figures import draw_fidelity
     from foretrace.evaluate.generations import encode_from
+    from foretrace.evaluate.plots import draw_fidelity
 
     lm, tokenizer = load_lm(model, dtype, device)
     known = options.load_hmm(hmm, tokenizer, lm.device)

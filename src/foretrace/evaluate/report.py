@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrace import _io
-from foretrace.evaluate.figures import draw_groups, draw_trade_off
+from foretrace.evaluate.plots import draw_groups, draw_trade_off
 
 Results = Mapping[str, Any]
 

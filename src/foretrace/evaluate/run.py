@@ -14,6 +14,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
 from foretrace.evaluate.generations import Method, Sampling, Writer
 from foretrace.evaluate.metrics import Measurement, Point, at_equal_price
+from foretrace.evaluate.perplexity import surprise
 from foretrace.evaluate.preparation import (
     Builder,
     fit_attributes,
@@ -22,7 +23,6 @@ from foretrace.evaluate.preparation import (
 )
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import FIGURES, Suite
-from foretrace.evaluate.surprise import surprise
 from foretrace.steering import Goal
 
 if TYPE_CHECKING:
