@@ -1,9 +1,9 @@
-"""The results of steering: every suite, on SmolLM2 with the HMM of `examples/`, or FORETRACE_HMM.
+"""Evaluate steering: every suite, on SmolLM2 with the HMM of `examples/` or of FORETRACE_HMM.
 
-Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a model of
-sentence-transformers for the judges, and FORETRACE_RESULTS to a folder where all that is made is
-kept: it takes hours, and goes on where it stopped. Writes the pages `docs/results/*.md` of the
-suites. With --quick, a few texts of one suite, in a folder that is thrown away.
+Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a sentence-transformers
+model for the judges, and FORETRACE_RESULTS to the folder of all outputs. A run takes hours and
+resumes where it stopped. It writes the pages `docs/results/*.md` of the suites. With --quick, it
+generates a few texts of one suite in a temporary folder.
 """
 
 import json
@@ -35,22 +35,22 @@ BEST = "both transforms"
 
 
 def main() -> None:
-    """Run the suites, one after the other."""
-    given = options(__doc__)
+    """Run all suites."""
+    arguments = options(__doc__)
     report = Report("Steered against bare")
-    if given.quick:
+    if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
             quick = ["--continuations", 4, "--method", "transform"]
             results = run_suite("sentiment", Path(scratch) / "sentiment", 6, *quick)
             _add(report, "sentiment", results, "transform", "positive, mean")
     else:
-        kept = Path(os.environ["FORETRACE_RESULTS"])
+        folder = Path(os.environ["FORETRACE_RESULTS"])
         for suite, prompts in PROMPTS.items():
-            results = run_suite(suite, kept / suite, prompts)
-            _publish(suite, kept / suite)
+            results = run_suite(suite, folder / suite, prompts)
+            _publish(suite, folder / suite)
             if suite.startswith("detox") and suite != "detox-curve":
-                _goals(report, suite, results)
-    report.publish(given.json)
+                _add_targets(report, suite, results)
+    report.publish(arguments.json)
 
 
 def run_suite(
@@ -61,17 +61,17 @@ def run_suite(
     hmm: Path | None = None,
     judges: Path | None = None,
 ) -> dict[str, Any]:
-    """Run a suite on the command line, and read its results; judges are kept beside, or there."""
+    """Run a suite on the command line and read its results; `judges` is the folder of judges."""
     hmm = hmm or Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
     data, encoder = os.environ["FORETRACE_DATA"], os.environ.get("FORETRACE_ENCODER")
-    words = _words(suite, prompts, find_smollm2(), hmm, data, encoder, out)
-    words += ["--judges", judges or out.parent / "judges", *more]
-    subprocess.run([sys.executable, "-m", "foretrace", *map(str, words)], check=True)
-    found: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return found
+    command = _command(suite, prompts, find_smollm2(), hmm, data, encoder, out)
+    command += ["--judges", judges or out.parent / "judges", *more]
+    subprocess.run([sys.executable, "-m", "foretrace", *map(str, command)], check=True)
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return results
 
 
-def _words(
+def _command(
     suite: str,
     prompts: int | None,
     lm: object,
@@ -80,33 +80,33 @@ def _words(
     encoder: object,
     out: object,
 ) -> list[object]:
-    """Give the words of the command line."""
-    words = ["evaluate", lm, "--hmm", hmm, "--suite", suite, "--data", data]
-    words += [] if prompts is None else ["--prompts", prompts]
-    words += ["--dtype", "bfloat16"]
-    words += [] if encoder is None else ["--encoder", encoder]
-    return [*words, "--out", out]
+    """Build the arguments of `foretrace`."""
+    command = ["evaluate", lm, "--hmm", hmm, "--suite", suite, "--data", data]
+    command += [] if prompts is None else ["--prompts", prompts]
+    command += ["--dtype", "bfloat16"]
+    command += [] if encoder is None else ["--encoder", encoder]
+    return [*command, "--out", out]
 
 
 def _publish(suite: str, out: Path) -> None:
-    """Put the report and its figures among the documentation."""
+    """Copy the report and its plots to the documentation."""
     folder = ROOT / "docs" / "results"
     title, text = (out / "report.md").read_text().split("\n", 1)
     example, encoder = "examples/smollm2-135m", "all-MiniLM-L6-v2"
-    words = _words(suite, PROMPTS[suite], "LM", example, "data", encoder, f"results/{suite}")
-    text = f"{title}\n\nMade by `foretrace {' '.join(map(str, words))}`.\n{text}"
-    for figure in out.glob("*.png"):
-        shutil.copy(figure, folder / f"{suite}-{figure.name}")
-        text = text.replace(f"({figure.name})", f"({suite}-{figure.name})")
+    command = _command(suite, PROMPTS[suite], "LM", example, "data", encoder, f"results/{suite}")
+    text = f"{title}\n\nMade by `foretrace {' '.join(map(str, command))}`.\n{text}"
+    for plot in out.glob("*.png"):
+        shutil.copy(plot, folder / f"{suite}-{plot.name}")
+        text = text.replace(f"({plot.name})", f"({suite}-{plot.name})")
     (folder / f"{suite}.md").write_text(text)
 
 
-def _goals(report: Report, suite: str, results: dict[str, Any]) -> None:
-    """Hold the best method against what was aimed at."""
+def _add_targets(report: Report, suite: str, results: dict[str, Any]) -> None:
+    """Report the best method against its targets."""
     hard = suite == "detox-hard"
-    most, any_of = "toxicity, average maximum", "toxicity, probability of any"
-    _add(report, suite, results, BEST, most, at_most=-0.65 if hard else None)
-    _add(report, suite, results, BEST, any_of, at_most=-0.85 if hard else -0.90)
+    maximum, any_above = "toxicity, average maximum", "toxicity, probability of any"
+    _add(report, suite, results, BEST, maximum, at_most=-0.65 if hard else None)
+    _add(report, suite, results, BEST, any_above, at_most=-0.85 if hard else -0.90)
     _add(report, suite, results, BEST, "perplexity", at_most=0.10)
     for name in ("dist-2", "dist-3"):
         difference = results["methods"][BEST]["figures"][name]["difference"][0]

@@ -1,15 +1,15 @@
-"""A tiny real classifier: a BERT of random weights over the words of the tiny LM."""
+"""A tiny classifier: a BERT with random weights and the vocabulary of the tiny LM."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from tiny_lm import WORDS, word_tokenizer
 
-LONGEST = 64
+MAX_LENGTH = 64
 
 
 def write_tiny_classifier(folder: Path, labels: Sequence[str]) -> Path:
-    """Write model and tokenizer as transformers would load them from a hub."""
+    """Save model and tokenizer in a folder that transformers loads."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -19,13 +19,13 @@ def write_tiny_classifier(folder: Path, labels: Sequence[str]) -> Path:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=MAX_LENGTH,
         pad_token_id=0,
         id2label=dict(enumerate(labels)),
         label2id={label: index for index, label in enumerate(labels)},
     )
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
-    tokenizer = word_tokenizer(model_max_length=LONGEST, pad_token=WORDS[0])
+    tokenizer = word_tokenizer(model_max_length=MAX_LENGTH, pad_token=WORDS[0])
     tokenizer.save_pretrained(folder)
     return folder

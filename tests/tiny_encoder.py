@@ -1,11 +1,11 @@
-"""A tiny real sentence encoder: a BERT of random weights with mean pooling, saved as a folder."""
+"""A tiny sentence encoder: a BERT with random weights and mean pooling."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
-    """Write it as sentence-transformers would load it from a hub; it knows the words of `texts`."""
+    """Save an encoder whose vocabulary is the words of `texts`, for sentence-transformers."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel
@@ -20,9 +20,8 @@ def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
         num_attention_heads=2,
         intermediate_size=32,
     )
-    plain = folder.with_name(f"{folder.name}-plain")
-    BertModel(config).save_pretrained(plain)  # type: ignore[no-untyped-call]
-    word_tokenizer(words, pad_token=WORDS[0]).save_pretrained(plain)
-    read = Transformer(str(plain))
-    SentenceTransformer(modules=[read, Pooling(16)]).save(str(folder))
+    bert = folder.with_name(f"{folder.name}-bert")
+    BertModel(config).save_pretrained(bert)  # type: ignore[no-untyped-call]
+    word_tokenizer(words, pad_token=WORDS[0]).save_pretrained(bert)
+    SentenceTransformer(modules=[Transformer(str(bert)), Pooling(16)]).save(str(folder))
     return folder
