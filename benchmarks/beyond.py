@@ -31,7 +31,7 @@ def compare(bench: Workbench, report: Report) -> None:
     """Measure every candidate."""
     for task in TASKS[: bench.size.tasks]:
         bare = point(bench, task, f"{task.name}, bare", Sampler(bench.lm, bench.ends, 20, 0.9))
-        report.add(f"{task.name}, bare", bare.figure.value, "")
+        report.add(f"{task.name}, bare", bare.metric.value, "")
         served: list[metrics.Point] = []
         for candidate in CANDIDATES[:: bench.size.step]:
             weights, auc = weights_of(bench, task, candidate)
@@ -65,11 +65,11 @@ def _add_control(
     bare: metrics.Point,
 ) -> None:
     """Report the strongest point, and all that is gained at the perplexity of what is served."""
-    report.add(f"{name}: strongest", found[-1].figure.value, "")
-    rise = found[-1].price.value / bare.price.value - 1
+    report.add(f"{name}: strongest", found[-1].metric.value, "")
+    rise = found[-1].perplexity.value / bare.perplexity.value - 1
     report.add(f"{name}: strongest, perplexity against bare", rise, "")
     if served:
-        gain = metrics.at_equal_price(served[-1], found, bare.figure.value)
+        gain = metrics.at_equal_perplexity(served[-1], found, bare.metric.value)
         for part, value in (gain._asdict() if gain else {}).items():
             report.add(f"{name}: against as served, at equal perplexity, {part}", value, "")
 

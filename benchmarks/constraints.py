@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 
 import foretrace as ft
 from decode import EXAMPLE, HORIZON, PROMPT, Timed, random_goal
-from foretrace.evaluate.perplexity import surprise
+from foretrace.evaluate.perplexity import mean_nll
 from harness import Report, options, paired
 from smollm2 import find_smollm2
 
@@ -87,7 +87,7 @@ def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -
         has = [MUST in text and not any(each in text for each in MUST_NOT) for text in written]
         least = None if strength is None else 1.0
         report.add(f"{name}: share that keeps to it", fmean(has), "", at_least=least)
-        nats = surprise(lm, tokenizer, prompts, [[text] for text in written], begin=0)
+        nats = mean_nll(lm, tokenizer, prompts, [[text] for text in written], bos_token_id=0)
         known = [exp(row[0]) for row in nats if row[0] is not None]
         report.add(f"{name}: perplexity", fmean(known), "")
         if strength is not None:

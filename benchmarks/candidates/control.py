@@ -12,7 +12,7 @@ from foretrace.engines.transformers import decode_after
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.evaluate import metrics
 from foretrace.evaluate.linear_judge import LinearJudge
-from foretrace.evaluate.perplexity import surprise
+from foretrace.evaluate.perplexity import mean_nll
 
 
 def control(
@@ -51,7 +51,7 @@ def point(bench: Workbench, task: Task, name: str, sampler: Sampler) -> metrics.
     judged = bench.keep(f"{name} judged", lambda: _judge(bench, task, written))
     nats = bench.keep(
         f"{name} nats",
-        lambda: surprise(bench.lm, bench.tokenizer, texts, written, begin=bench.begin),
+        lambda: mean_nll(bench.lm, bench.tokenizer, texts, written, bos_token_id=bench.begin),
     )
     return metrics.Point(task.figure(judged), metrics.perplexity(nats))
 

@@ -18,7 +18,7 @@ from candidates.windows import read_windows
 from candidates.writing import Look
 from foretrace import _tabular
 from foretrace.attribute import tokenize
-from foretrace.evaluate.generations import encode_from
+from foretrace.evaluate.generations import encode_with_bos
 from foretrace.hmm import HMM
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
@@ -85,7 +85,7 @@ class Workbench:
     def prompts(self, file: str, count: int) -> tuple[list[str], list[list[int]]]:
         """Read prompts, as texts and as the LM is given them."""
         texts = [str(row["prompt"]) for row in self.rows(file, count)]
-        return texts, encode_from(self.tokenizer, texts, self.begin)
+        return texts, encode_with_bos(self.tokenizer, texts, self.begin)
 
     def look(self, name: str) -> Look:
         """Find how what is believed of states is reconsidered."""

@@ -1,4 +1,4 @@
-"""Judges that are trained: they learn, and are the same once saved."""
+"""Test the linear judge: training, saving, loading, and malformed files."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ RUDE, KIND, DULL = "you are awful and stupid", "what a lovely kind day", "the ta
 TEXTS = [f"{text} {number}" for number in range(40) for text in (RUDE, KIND, DULL)]
 
 
-def test_two_classes(tmp_path: Path) -> None:
+def test_judge_of_two_classes(tmp_path: Path) -> None:
     labels = ["1" if RUDE in text else "0" for text in TEXTS]
     LinearJudge.train(TEXTS, labels, source="mine").save(tmp_path)
     judge = load_judge(str(tmp_path))
@@ -33,19 +33,20 @@ def test_two_classes(tmp_path: Path) -> None:
     assert LinearJudge.load(tmp_path).config.source == "mine"
 
 
-def test_three_classes_and_a_saved_judge_is_the_same(tmp_path: Path) -> None:
+def test_judge_of_three_classes_is_the_same_after_loading(tmp_path: Path) -> None:
     labels = [["rude", "kind", "dull"][number % 3] for number in range(len(TEXTS))]
     judge = LinearJudge.train(TEXTS, labels)
     judge.save(tmp_path)
-    found = judge.probabilities([RUDE, KIND, DULL])
-    assert [judge.config.classes[k] for k in found.argmax(1)] == ["rude", "kind", "dull"]
-    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-6)
-    np.testing.assert_array_equal(LinearJudge.load(tmp_path).probabilities([RUDE]), found[:1])
+    probabilities = judge.probabilities([RUDE, KIND, DULL])
+    assert [judge.config.classes[k] for k in probabilities.argmax(1)] == ["rude", "kind", "dull"]
+    np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-6)
+    loaded = LinearJudge.load(tmp_path)
+    np.testing.assert_array_equal(loaded.probabilities([RUDE]), probabilities[:1])
     with pytest.raises(InvalidInputError, match="no class"):
         load_judge(str(tmp_path))
 
 
-def test_what_cannot_be_is_told(tmp_path: Path) -> None:
+def test_one_label_and_unknown_versions_and_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="two labels"):
         LinearJudge.train(["a", "b"], ["1", "1"])
     LinearJudge.train(TEXTS, ["1" if RUDE in text else "0" for text in TEXTS]).save(tmp_path)
@@ -195,7 +196,7 @@ def test_malformed_tensors_are_refused(
         LinearJudge.load(tmp_path)
 
 
-def test_embeddings_help_where_words_do_not(tmp_path: Path) -> None:
+def test_embeddings_are_features(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers", reason="needs the extra `evaluate`")
     from tiny_encoder import write_tiny_encoder
 
@@ -204,7 +205,7 @@ def test_embeddings_help_where_words_do_not(tmp_path: Path) -> None:
     judge = LinearJudge.train(TEXTS, labels, encoder=encoder)
     judge.save(tmp_path / "judge")
     assert judge.weights.shape[1] > 2 * judge.config.buckets
-    again = LinearJudge.load(tmp_path / "judge", encoder=encoder).probabilities([RUDE])
-    np.testing.assert_allclose(again, judge.probabilities([RUDE]), rtol=1e-5)
+    loaded = LinearJudge.load(tmp_path / "judge", encoder=encoder).probabilities([RUDE])
+    np.testing.assert_allclose(loaded, judge.probabilities([RUDE]), rtol=1e-5)
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         LinearJudge.train(TEXTS, labels, encoder=str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""The client of Perspective, against a server that stands in for it."""
+"""Test the Perspective client against a local server."""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from foretrace.evaluate.judges import Judge, JudgeRefusedError, judge_texts
 from foretrace.evaluate.perspective import KEY, PerspectiveClient, perspective_judge
 
 
-class StandInForPerspective(BaseHTTPRequestHandler):
-    """Answers as the API's documentation says; refuses when a text says so."""
+class FakePerspective(BaseHTTPRequestHandler):
+    """A server that answers like the API; the text decides how it fails."""
 
     refusals = 0
 
@@ -24,28 +24,28 @@ class StandInForPerspective(BaseHTTPRequestHandler):
         kind = type(self)
         if text == "busy" and kind.refusals < 2:
             kind.refusals += 1
-            self._answer(429, {})
+            self._respond(429, {})
         elif text == "bonjour":
-            self._answer(400, {"error": {"message": "language not supported"}})
+            self._respond(400, {"error": {"message": "language not supported"}})
         elif text == "no key":
-            self._answer(403, {"error": {"message": "forbidden"}})
+            self._respond(403, {"error": {"message": "forbidden"}})
         elif text == "odd":
-            self._answer(200, {"unexpected": True})
+            self._respond(200, {"unexpected": True})
         else:
-            self._answer(200, {"attributeScores": {"TOXICITY": {"summaryScore": {"value": 0.25}}}})
+            self._respond(200, {"attributeScores": {"TOXICITY": {"summaryScore": {"value": 0.25}}}})
 
-    def _answer(self, code: int, content: dict[str, Any]) -> None:
+    def _respond(self, code: int, content: dict[str, Any]) -> None:
         self.send_response(code)
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), StandInForPerspective)
+    server = HTTPServer(("127.0.0.1", 0), FakePerspective)
     thread = Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
@@ -54,26 +54,26 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-def test_it_waits_retries_and_gives_up(address: str) -> None:
+def test_client_limits_its_rate_and_retries(address: str) -> None:
     waits: list[float] = []
     client = PerspectiveClient(address, "TOXICITY", pause=0.01, sleep=waits.append)
     assert client.score(["fine", "busy", "bonjour", "odd"]) == [0.25, 0.25, None, None]
-    assert {0.01, 0.02} <= set(waits)  # once and twice refused
-    assert len(waits) > 2  # and not faster than allowed
+    assert {0.01, 0.02} <= set(waits)  # after the first and the second refusal
+    assert len(waits) > 2  # the others limit the rate
 
 
-def test_a_refused_key_stops_it_all(address: str) -> None:
+def test_a_refused_key_stops_judging(address: str) -> None:
     client = PerspectiveClient(address, "TOXICITY", pause=0.0)
     with pytest.raises(JudgeRefusedError, match="refuses the key"):
         judge_texts(["fine", "no key", "fine too"], Judge("stand-in", client.score))
 
 
-def test_nobody_there_is_no_score() -> None:
+def test_no_connection_gives_no_score() -> None:
     client = PerspectiveClient("http://127.0.0.1:9/", "TOXICITY", 0.0, attempts=2)
     assert client.score(["fine"]) == [None]
 
 
-def test_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY, raising=False)
     with pytest.raises(InvalidInputError, match="needs a key"):
         perspective_judge()

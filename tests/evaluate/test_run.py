@@ -1,4 +1,4 @@
-"""A whole evaluation on a tiny real LM, interrupted, resumed and reported."""
+"""Test an evaluation on a tiny LM: results, resuming, and the report."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 from foretrace import cli
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
-from foretrace.evaluate.generations import Sampling, Writer
-from foretrace.evaluate.perplexity import surprise
+from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+from foretrace.evaluate.perplexity import mean_nll
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.suite import load_suite
@@ -100,7 +100,7 @@ def done(
     return out, run(data, out, lm, hmm)
 
 
-def test_every_method_has_every_figure(done: tuple[Path, dict[str, Any]]) -> None:
+def test_every_method_has_every_metric(done: tuple[Path, dict[str, Any]]) -> None:
     _, results = done
     assert list(results["methods"]) == METHODS
     names = {
@@ -116,21 +116,21 @@ def test_every_method_has_every_figure(done: tuple[Path, dict[str, Any]]) -> Non
         figures = method["figures"]
         assert names | {"high, mean", "author, mean", "itself, mean"} <= set(figures)
         assert ("entropy" in figures) == (name != "best of 2")
-        assert all(each["low"] <= each["high"] for each in figures.values())
+        assert all(figure["low"] <= figure["high"] for figure in figures.values())
         assert ("relative" in figures["perplexity"]) == (name != "bare")
     assert results["methods"]["bare"]["cost"] == 1
     assert results["judges"]["high"]["auc at 0.5"] > 0.9
     assert results["judges"]["high"]["false alarms"] < 0.2
 
 
-def test_steering_moves_what_it_should(done: tuple[Path, dict[str, Any]]) -> None:
-    figures = {name: own["figures"] for name, own in done[1]["methods"].items()}
+def test_steering_changes_the_judged_attribute(done: tuple[Path, dict[str, Any]]) -> None:
+    figures = {name: method["figures"] for name, method in done[1]["methods"].items()}
     for name in ("steered", "no lookahead", "best of 2"):
         assert figures[name]["itself, mean"]["value"] > figures["bare"]["itself, mean"]["value"]
         assert figures[name]["high, mean"]["value"] < figures["bare"]["high, mean"]["value"]
 
 
-def test_what_was_done_is_not_done_again(
+def test_a_finished_run_generates_nothing(
     done: tuple[Path, dict[str, Any]],
     data: Path,
     lm: Any,
@@ -142,24 +142,26 @@ def test_what_was_done_is_not_done_again(
     assert run(data, out, lm, hmm) == results
 
 
-def test_interrupted_and_resumed_it_is_the_same(
+def test_an_interrupted_run_resumes_with_the_same_results(
     done: tuple[Path, dict[str, Any]], data: Path, lm: Any, hmm: HMM, tmp_path: Path
 ) -> None:
     run(data, tmp_path, lm, hmm, methods=("steered",))
     file = tmp_path / "generations" / "steered.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:6]) + lines[6][:20])  # as if killed while it was writing
-    again = run(data, tmp_path, lm, hmm, methods=("steered",))
-    assert list(again["methods"]) == ["bare", "steered"]
-    for name, figures in again["methods"].items():
-        assert figures["figures"] == done[1]["methods"][name]["figures"]
+    file.write_text(
+        "".join(lines[:6]) + lines[6][:20]
+    )  # as if the process was killed while writing
+    resumed = run(data, tmp_path, lm, hmm, methods=("steered",))
+    assert list(resumed["methods"]) == ["bare", "steered"]
+    for name, method in resumed["methods"].items():
+        assert method["figures"] == done[1]["methods"][name]["figures"]
     with pytest.raises(InvalidFileError, match="other settings"):
         run(data, tmp_path, lm, hmm, methods=("steered",), seed=1)
     with pytest.raises(InvalidInputError, match="no method 'stered'"):
         run(data, tmp_path, lm, hmm, methods=("stered",))
 
 
-def test_a_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) -> None:
+def test_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) -> None:
     out, results = done
     text = write_report(results, out).read_text()
     assert all(f"| {name} |" in text for name in METHODS)
@@ -171,7 +173,7 @@ def test_a_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) 
     assert (out / "groups.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_on_the_command_line(
+def test_evaluate_command(
     data: Path,
     tiny_lm: Path,
     hmm: HMM,
@@ -183,7 +185,7 @@ def test_on_the_command_line(
     options = ["--suite", data / "mine.yaml", "--data", data, "--out", tmp_path / "out"]
     options += ["--prompts", 4, "--continuations", 2, "--method", "steered"]
     command = ["foretrace", "evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 0, capsys.readouterr().err
@@ -192,7 +194,7 @@ def test_on_the_command_line(
     assert list(results["methods"]) == ["bare", "steered"]
 
 
-def test_a_judge_of_ones_own(
+def test_judge_train_command(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -200,32 +202,32 @@ def test_a_judge_of_ones_own(
 ) -> None:
     options = ["--label", "author", "--out", tmp_path / "judge"]
     command = ["foretrace", "judge", "train", data / "scored.jsonl", *options]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 0
     assert "3 classes" in capsys.readouterr().out
 
 
-def test_surprise_is_that_of_the_continuation_alone(lm: Any) -> None:
-    """Padded or not, in any company; a blank continuation has none."""
+def test_mean_nll_is_over_the_continuation_alone(lm: Any) -> None:
+    """The loss does not depend on padding or the batch; a blank continuation has none."""
     tokenizer = word_tokenizer()
     prompts, texts = ["w1 w2 w3", "w4"], [[" w5 w6", ""], [" w7"]]
-    found = surprise(lm, tokenizer, prompts, texts, begin=0)
+    losses = mean_nll(lm, tokenizer, prompts, texts, bos_token_id=0)
     ids = torch.tensor([[0, *tokenizer("w1 w2 w3 w5 w6").input_ids]])
     with torch.inference_mode():
         nats = -lm(ids).logits[0].log_softmax(-1)
     mean = float(nats[3, ids[0, 4]] + nats[4, ids[0, 5]]) / 2
-    assert found[0][0] == pytest.approx(mean, abs=1e-4)
-    assert found[0][1] is None
-    assert found[1] == pytest.approx(surprise(lm, tokenizer, ["w4"], [[" w7"]], begin=0)[0])
+    assert losses[0][0] == pytest.approx(mean, abs=1e-4)
+    assert losses[0][1] is None
+    alone = mean_nll(lm, tokenizer, ["w4"], [[" w7"]], bos_token_id=0)
+    assert losses[1] == pytest.approx(alone[0])
 
 
-def test_prompts_begin_as_texts_do(lm: Any, tmp_path: Path) -> None:
-    from foretrace.evaluate.generations import Method
-
+def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> None:
     sampling = Sampling(continuations=3, max_new_tokens=4, rows=6)
-    for begin in (None, 0):
-        writer = Writer(lm, word_tokenizer(), sampling, [0], begin)
-        written = writer.write(["w1", "w2"], Method("bare"), tmp_path / f"{begin}.jsonl", {})
-        assert [len(each.texts) for each in written] == [3, 3]
+    for bos_token_id in (None, 0):
+        generator = TextGenerator(lm, word_tokenizer(), sampling, [0], bos_token_id)
+        file = tmp_path / f"{bos_token_id}.jsonl"
+        generations = generator.generate(["w1", "w2"], Method("bare"), file, {})
+        assert [len(generation.texts) for generation in generations] == [3, 3]

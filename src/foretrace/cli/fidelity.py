@@ -40,7 +40,7 @@ def fidelity(
     from foretrace.attribute import LogitAffine
     from foretrace.engines.transformers import stop_tokens
     from foretrace.evaluate.fidelity import measure_fidelity
-    from foretrace.evaluate.generations import encode_from
+    from foretrace.evaluate.generations import encode_with_bos
     from foretrace.evaluate.plots import draw_fidelity
 
     lm, tokenizer = load_lm(model, dtype, device)
@@ -54,7 +54,7 @@ def fidelity(
         found = measure_fidelity(
             lm,
             target.lookahead,
-            encode_from(tokenizer, texts, ends[0] if ends else None),
+            encode_with_bos(tokenizer, texts, ends[0] if ends else None),
             ends=stop_tokens(lm.generation_config, ends),
             rollouts=rollouts,
             seed=seed,

@@ -1,4 +1,4 @@
-"""What texts are worth: suites, judges, and the field's figures."""
+"""Evaluation of steered generation: suites, judges, metrics and reports."""
 
 from foretrace.evaluate.judges import Judge, Judgements, judge_texts, load_judge
 

@@ -1,8 +1,8 @@
-"""What lookahead is worth: the HMM's expectations, held against what the LM does write.
+"""Fidelity of lookahead: the HMM's expectations against the LM's continuations.
 
-At prefixes, the LM itself is asked many times how it goes on. Across prefixes, the HMM's expected
-attribute probability should agree with the mean of what was written; within a prefix, which is all
-that steering uses, it should be lower after tokens that lead to what violates the attribute.
+The LM continues every prefix many times. Across prefixes, the HMM's expected attribute probability
+should agree with the mean over the continuations. Within a prefix, which is all that steering uses,
+the expectation should be lower after first tokens that lead to a violation of the attribute.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,31 +24,41 @@ from foretrace.steering import BatchSteering, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WINDOWS = (2, 10, 19)  # later tokens that are looked at: the 2nd to the 3rd, 11th, 20th
-VIOLATED = 0.5  # of the product of their weights
+WINDOWS = (2, 10, 19)  # numbers of tokens after the first: up to the 3rd, 11th and 20th
+VIOLATED = 0.5  # a product of weights below it is a violation
 BINS = 10
 Floats = NDArray[np.float64]
 
 
 @dataclass
 class Fidelity:
-    """Expectations and outcomes at every prefix, by tokens to come."""
+    """Expectations and outcomes at every prefix.
+
+    Attributes:
+        expected: For each number of tokens, the HMM's expectation at each prefix.
+        observed: For each number of tokens, the mean over the LM's continuations of each prefix.
+        pairs: For each number of later tokens and each prefix, the number of pairs of continuations
+            that the expectation ranks correctly, and the number of all pairs.
+        eap: The EAP of every first token that the LM generated.
+        firsts: For each prefix, the first tokens that the LM generated.
+        probes: For each number of later tokens, the data of the linear probe, if requested.
+    """
 
     expected: dict[int, list[float]] = field(default_factory=dict)
-    """By tokens to come: the HMM's expectation at each prefix ..."""
     observed: dict[int, list[float]] = field(default_factory=dict)
-    """... and the mean over what the LM wrote."""
     pairs: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    """By later tokens: of each prefix, pairs ranked rightly, and pairs."""
     eap: list[float] = field(default_factory=list)
-    """The EAP of every first token that the LM wrote."""
     firsts: list[list[int]] = field(default_factory=list)
-    """Of each prefix, the first tokens that the LM wrote."""
     probes: dict[int, Probe] = field(default_factory=dict)
-    """By later tokens: the yardstick, if one was asked for."""
 
     def summary(self) -> dict[str, Any]:
-        """Give rank correlations, calibration and concordance."""
+        """Compute rank correlations, calibration and concordance.
+
+        Returns:
+            `across prefixes`: for each number of tokens, the rank correlation of expectations and
+            outcomes, their means, and their calibration. `within a prefix`: for each number of
+            later tokens, the share of pairs that are ranked correctly, and their number.
+        """
         across = {}
         for ahead, expected in self.expected.items():
             observed = self.observed[ahead]
@@ -60,28 +70,30 @@ class Fidelity:
             }
         within = {
             later: {
-                "concordance": _share(own),
-                "prefixes": sum(n > 0 for _, n in own),
-                "pairs": int(sum(n for _, n in own)),
-                **self._yardstick(later),
+                "concordance": _share(pairs),
+                "prefixes": sum(total > 0 for _, total in pairs),
+                "pairs": int(sum(total for _, total in pairs)),
+                **self._probe_concordance(later),
             }
-            for later, own in self.pairs.items()
-            if sum(n for _, n in own)
+            for later, pairs in self.pairs.items()
+            if sum(total for _, total in pairs)
         }
         return {"across prefixes": across, "within a prefix": within}
 
-    def _yardstick(self, later: int) -> dict[str, float]:
-        """Give the concordance of the probe on the same pairs."""
+    def _probe_concordance(self, later: int) -> dict[str, float]:
+        """Compute the concordance of the probe on the same pairs."""
         if later not in self.probes:
             return {}
         probe = self.probes[later]
         rows = zip(probe.expected(), probe.violated, self.firsts, strict=True)
-        pairs = [concordance(own, bad, np.array(tokens)) for own, bad, tokens in rows]
+        pairs = [
+            concordance(expected, violated, np.array(tokens)) for expected, violated, tokens in rows
+        ]
         return {"probe": _share(pairs)}
 
 
 def _share(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(right for right, _ in pairs) / sum(count for _, count in pairs)
+    return sum(correct for correct, _ in pairs) / sum(total for _, total in pairs)
 
 
 def measure_fidelity(
@@ -96,133 +108,190 @@ def measure_fidelity(
     probe: bool = False,
     observe: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fidelity:
-    """Let the LM go on from each prefix many times, and compare with what the HMM expects.
+    """Continue each prefix many times with the LM, and compare with the HMM's expectations.
 
-    With `probe`, also with what a linear probe on the LM's own state expects.
+    Args:
+        lm: The language model.
+        lookahead: The lookahead of an attribute with weights.
+        prefixes: The token ids of each prefix.
+        ends: The ids of the tokens that end a text.
+        rollouts: The number of continuations of each prefix.
+        length: The maximal number of tokens of a continuation.
+        seed: The seed of sampling.
+        probe: Whether to compare also with a linear probe on the LM's hidden states.
+        observe: A function that is called after each prefix with the number of prefixes done and
+            the number of all prefixes.
+
+    Returns:
+        The expectations and outcomes.
+
+    Raises:
+        InvalidInputError: If the attribute is an automaton, or the horizon is shorter than the
+            continuations.
+
+    Example:
+        >>> from foretrace.evaluate.fidelity import measure_fidelity
+        >>> lookahead = ft.Lookahead(hmm, attribute, horizon=2)
+        >>> fidelity = measure_fidelity(
+        ...     model, lookahead, [[0, 1], [0, 2]], ends=[0], rollouts=2, length=3
+        ... )
+        >>> list(fidelity.summary()["across prefixes"])
+        [2, 10, 3]
     """
     if lookahead.automaton is not None:
-        raise InvalidInputError("Fidelity is of attributes with weights, not of what must occur.")
+        raise InvalidInputError(
+            "Fidelity is defined for attributes with weights, not for texts that must occur."
+        )
     if lookahead.horizon < length - 1:
         raise InvalidInputError(
-            f"To compare over {length} tokens, the lookahead must reach {length - 1}, not "
-            f"{lookahead.horizon}."
+            f"To compare over {length} tokens, the lookahead needs a horizon of {length - 1}, but "
+            f"it has {lookahead.horizon}."
         )
     torch.manual_seed(seed)
     sampler = Sampler(lm, ends, length, top_p=1.0)
     steering = BatchSteering(lookahead.hmm)
-    found, kept = Fidelity(), _kept(lookahead)
+    fidelity, emitted_weight = Fidelity(), _emitted_weight(lookahead)
     for done, prefix in enumerate(prefixes, 1):
         (drawn,) = sampler.draw([prefix], rollouts)
-        texts = [[token for token in each.tokens if token not in ends] for each in drawn]
-        predicted = _predicted(steering, prefix)
-        _across(found, lookahead, kept, predicted, texts, length)
-        written = [text for text in texts if text]
-        if written:
-            states = states_after(lm, prefix, [text[0] for text in written]) if probe else None
-            _within(found, lookahead, predicted, written, states)
+        texts = [[token for token in text.tokens if token not in ends] for text in drawn]
+        predicted = _predict_state(steering, prefix)
+        _compare_across(fidelity, lookahead, emitted_weight, predicted, texts, length)
+        nonempty = [text for text in texts if text]
+        if nonempty:
+            states = states_after(lm, prefix, [text[0] for text in nonempty]) if probe else None
+            _compare_within(fidelity, lookahead, predicted, nonempty, states)
         observe(done, len(prefixes))
-    return found
+    return fidelity
 
 
-def _across(
-    found: Fidelity,
+def _compare_across(
+    fidelity: Fidelity,
     lookahead: Lookahead,
-    kept: torch.Tensor,
+    emitted_weight: torch.Tensor,
     predicted: torch.Tensor,
     texts: Sequence[Sequence[int]],
     length: int,
 ) -> None:
-    """Compare the expectation over all that may come with the mean over what came."""
+    """Record the expectation over all continuations and the mean over the sampled ones."""
     for ahead in (*WINDOWS[:-1], length):
-        # The state before the first token is what is predicted: one emission, then the table.
-        weighed = _value(lookahead, kept, predicted, ahead)
-        written = lookahead.attribute.probability([text[:ahead] for text in texts])
-        found.expected.setdefault(ahead, []).append(weighed)
-        found.observed.setdefault(ahead, []).append(float(written.mean()))
+        expected = _expected_probability(lookahead, emitted_weight, predicted, ahead)
+        observed = lookahead.attribute.probability([text[:ahead] for text in texts])
+        fidelity.expected.setdefault(ahead, []).append(expected)
+        fidelity.observed.setdefault(ahead, []).append(float(observed.mean()))
 
 
-def _within(
-    found: Fidelity,
+def _compare_within(
+    fidelity: Fidelity,
     lookahead: Lookahead,
     predicted: torch.Tensor,
     texts: Sequence[Sequence[int]],
     states: Floats | None,
 ) -> None:
-    """Count the pairs of continuations that the first token's expectation ranks rightly."""
+    """Record the pairs of continuations that the expectation after the first token ranks."""
     firsts = [text[0] for text in texts]
-    found.firsts.append(firsts)
+    fidelity.firsts.append(firsts)
     tokens = torch.tensor(firsts, device=predicted.device)
     belief = inference.condition(
         lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
     ).belief
-    own = lookahead.log_weights(tokens).cpu().exp()  # (n, K)
-    whole = belief @ _products(lookahead, min(WINDOWS[-1], lookahead.horizon)).T
-    eap = (own * whole.double().cpu()) @ lookahead.terms.coefficients
-    found.eap += eap.clamp(0, 1).tolist()
+    coefficients = lookahead.terms.coefficients
+    first_weights = lookahead.log_weights(tokens).cpu().exp()  # (n, K)
+    products = belief @ _expected_products(lookahead, min(WINDOWS[-1], lookahead.horizon)).T
+    eap = (first_weights * products.double().cpu()) @ coefficients
+    fidelity.eap += eap.clamp(0, 1).tolist()
     for later in WINDOWS:
-        table = _products(lookahead, min(later, lookahead.horizon))
-        ahead = ((belief @ table.T).double().cpu() @ lookahead.terms.coefficients).numpy()
-        rest = [text[1 : later + 1] for text in texts]
-        violated = lookahead.attribute.probability(rest).numpy() < VIOLATED
-        pairs = concordance(ahead, violated, np.array(firsts))
-        found.pairs.setdefault(later, []).append(pairs)
+        table = _expected_products(lookahead, min(later, lookahead.horizon))
+        expected = ((belief @ table.T).double().cpu() @ coefficients).numpy()
+        later_tokens = [text[1 : later + 1] for text in texts]
+        violated = lookahead.attribute.probability(later_tokens).numpy() < VIOLATED
+        pairs = concordance(expected, violated, np.array(firsts))
+        fidelity.pairs.setdefault(later, []).append(pairs)
         if states is not None:
-            found.probes.setdefault(later, Probe()).add(states, violated)
+            fidelity.probes.setdefault(later, Probe()).add(states, violated)
 
 
 def concordance(
     expected: Floats, violated: NDArray[np.bool_], tokens: NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Count pairs of unlike first tokens, one of which violated later: ranked rightly, and all.
+    """Count the pairs of a violating and another continuation that the expectation ranks correctly.
 
-    A pair of equal expectations is half right.
+    Pairs with the same first token are left out. A tie counts as half correct.
+
+    Args:
+        expected: The expectation after the first token of each continuation.
+        violated: Whether each continuation violates the attribute later.
+        tokens: The first token of each continuation.
+
+    Returns:
+        The number of pairs that are ranked correctly, and the number of all pairs.
+
+    Example:
+        >>> import numpy as np
+        >>> from foretrace.evaluate.fidelity import concordance
+        >>> concordance(np.array([0.1, 0.5]), np.array([True, False]), np.array([7, 8]))
+        (1.0, 1.0)
     """
     bad, good = np.flatnonzero(violated), np.flatnonzero(~violated)
-    unlike = tokens[bad][:, None] != tokens[good]
+    different = tokens[bad][:, None] != tokens[good]
     difference = expected[good] - expected[bad][:, None]
-    right = (difference > 0) + 0.5 * (difference == 0)
-    return float((right * unlike).sum()), float(unlike.sum())
+    correct = (difference > 0) + 0.5 * (difference == 0)
+    return float((correct * different).sum()), float(different.sum())
 
 
 def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[dict[str, float]]:
-    """Average expectations and outcomes over equally many prefixes at a time, in rising order."""
+    """Average expectations and outcomes in ten bins of equally many prefixes.
+
+    Args:
+        expected: The expectation at each prefix.
+        observed: The outcome at each prefix.
+
+    Returns:
+        The mean expectation and the mean outcome of each bin, by increasing expectation.
+
+    Example:
+        >>> from foretrace.evaluate.fidelity import calibration
+        >>> calibration([0.75, 0.25], [1.0, 0.0])
+        [{'expected': 0.25, 'observed': 0.0}, {'expected': 0.75, 'observed': 1.0}]
+    """
     order = np.argsort(expected)
-    parts = [part for part in np.array_split(order, BINS) if len(part)]
+    bins = [indices for indices in np.array_split(order, BINS) if len(indices)]
     return [
         {
-            "expected": float(np.mean(np.array(expected)[part])),
-            "observed": float(np.mean(np.array(observed)[part])),
+            "expected": float(np.mean(np.array(expected)[indices])),
+            "observed": float(np.mean(np.array(observed)[indices])),
         }
-        for part in parts
+        for indices in bins
     ]
 
 
-def _predicted(steering: BatchSteering, prefix: Sequence[int]) -> torch.Tensor:
-    """Give the distribution of the state after a prefix: (1, h)."""
+def _predict_state(steering: BatchSteering, prefix: Sequence[int]) -> torch.Tensor:
+    """Compute the distribution of the HMM's state after a prefix: (1, h)."""
     length, tokens = torch.tensor([len(prefix)]), torch.tensor([prefix], dtype=torch.long)
     (row,) = steering.read([Request((), tuple(prefix), 0)], tokens, length, length)
     return row.predicted[None]
 
 
-def _kept(lookahead: Lookahead) -> torch.Tensor:
-    """Give the expected weight of one token of each state: (K, h)."""
+def _emitted_weight(lookahead: Lookahead) -> torch.Tensor:
+    """Compute the expected weight of the token that each state emits: (K, h)."""
     hmm, terms = lookahead.hmm, lookahead.terms
     lost = -terms.log_weights.double().expm1()
     return 1 - hmm.emission.expect(lost.to(hmm.initial), terms.tokens.to(hmm.device).long())
 
 
-def _value(lookahead: Lookahead, kept: torch.Tensor, predicted: torch.Tensor, ahead: int) -> float:
-    """Give the expected probability of the attribute over `ahead` tokens to come.
+def _expected_probability(
+    lookahead: Lookahead, emitted_weight: torch.Tensor, predicted: torch.Tensor, ahead: int
+) -> float:
+    """Compute the expected attribute probability over the next `ahead` tokens.
 
-    The first of them is emitted by the predicted state, the others are in the table.
+    The predicted state emits the first of them; the table covers the others.
     """
     terms = lookahead.terms
-    table = _products(lookahead, min(ahead - 1, lookahead.horizon))
-    products = (predicted * kept * table).sum(-1)  # (K,)
+    table = _expected_products(lookahead, min(ahead - 1, lookahead.horizon))
+    products = (predicted * emitted_weight * table).sum(-1)  # (K,)
     return float((terms.coefficients * products.double().cpu()).sum().clamp(0, 1))
 
 
-def _products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
-    """Give the expected products themselves; a signed table holds what they lack of 1: (K, h)."""
+def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
+    """Return the expected products of weights; a signed table holds their complement: (K, h)."""
     table = lookahead.table_for(ahead)
     return 1 - table if lookahead.kind.complement else table

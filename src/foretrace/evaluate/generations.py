@@ -1,4 +1,4 @@
-"""Continuations of many prompts: drawn batch by batch, kept in a file, never drawn twice."""
+"""Generation of many continuations: in batches, kept in a file, and resumable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,58 +23,102 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Observe = Callable[[int, int], None]
-TIMED, TURNS = 2, 3  # prompts, and times, when methods are timed
+TIMED_PROMPTS, TIMED_RUNS = 2, 3
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How continuations are drawn: the field's convention, unless told otherwise."""
+    """The sampling settings. The defaults are those of DExperts.
+
+    Attributes:
+        continuations: The number of continuations of each prompt.
+        max_new_tokens: The maximal number of generated tokens.
+        top_p: The nucleus of sampling.
+        seed: The seed.
+        rows: The number of sequences in a batch.
+
+    Example:
+        >>> from foretrace.evaluate.generations import Sampling
+        >>> Sampling(continuations=5).max_new_tokens
+        20
+    """
 
     continuations: int = 25
     max_new_tokens: int = 20
     top_p: float = 0.9
     seed: int = 0
     rows: int = 250
-    """Continuations at once."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to write: toward goals, after an instruction, or by choosing among several."""
+    """A method of generation: steering, an instruction, or the best of several candidates.
+
+    Attributes:
+        name: The name of the method.
+        goals: The goals of every prompt; None for no steering.
+        prompts: The inputs of the LM, if they differ from the prompts: instructions.
+        best_of: The number of candidates for each continuation.
+        best_by: For each prompt, the attribute by which the best candidate is chosen.
+
+    Example:
+        >>> from foretrace.evaluate.generations import Method
+        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=4), strength=2.0)
+        >>> Method("steered", goals=[[goal], [goal]]).best_of
+        1
+    """
 
     name: str
     goals: Sequence[Sequence[Goal]] | None = None
-    """Those of every prompt."""
     prompts: Sequence[str] | None = None
-    """What the LM is given instead of the prompts themselves: instructions."""
     best_of: int = 1
-    """How many are drawn for each one that is kept ..."""
     best_by: Sequence[Attribute] = ()
-    """... by the probability of each prompt's attribute."""
 
 
 class Generation(NamedTuple):
-    """What was written after a prompt."""
+    """The continuations of a prompt.
+
+    Attributes:
+        texts: The continuations.
+        nats: The negative log-probability of each under the distribution that it was sampled from.
+            The mean estimates the conditional entropy.
+        seconds: The time of generation.
+    """
 
     texts: list[str]
     nats: list[float]
-    """How surprising each was to its writer: the mean is the conditional entropy."""
     seconds: float
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A language model that continues prompts."""
+class TextGenerator:
+    """A language model with sampling settings that continues prompts.
+
+    Attributes:
+        lm: The language model.
+        tokenizer: Its tokenizer.
+        sampling: The sampling settings.
+        ends: The ids of the tokens that end a text.
+        bos_token_id: The token that is prepended to every prompt, as in the HMM's training data; if
+            None, the tokenizer's special tokens are added.
+
+    Example:
+        >>> from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+        >>> sampling = Sampling(continuations=2, max_new_tokens=3)
+        >>> generator = TextGenerator(model, tokenizer, sampling, ends=[0], bos_token_id=0)
+        >>> file = folder / "generations.jsonl"
+        >>> generations = generator.generate(["Hello", "Good"], Method("bare"), file, {})
+        >>> [len(generation.texts) for generation in generations]
+        [2, 2]
+    """
 
     lm: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     sampling: Sampling
     ends: Sequence[int]
-    """Tokens that end a text."""
-    begin: int | None = None
-    """What texts begin with: put before every prompt, as before what the HMM learned from."""
+    bos_token_id: int | None = None
 
-    def write(
+    def generate(
         self,
         prompts: Sequence[str],
         method: Method,
@@ -82,92 +126,143 @@ class Writer:
         settings: Mapping[str, Any],
         observe: Observe = lambda done, total: None,
     ) -> list[Generation]:
-        """Continue all prompts; what the file holds already is not drawn again.
+        """Continue all prompts; continuations that the file holds are not generated again.
 
-        A batch depends on the seed and its place alone, so an interrupted run ends as if it had
-        not been. `settings` say what else decides the texts: a file of others is refused.
+        A batch depends only on the seed and its position, so that a resumed run has the same result
+        as an uninterrupted one.
+
+        Args:
+            prompts: The prompts.
+            method: The method of generation.
+            file: The file of JSON lines that continuations are appended to.
+            settings: Everything else that the continuations depend on.
+            observe: A function that is called after each batch with the number of prompts done and
+                the number of all prompts.
+
+        Returns:
+            The continuations of each prompt.
+
+        Raises:
+            InvalidFileError: If the file was written with other settings.
         """
-        known = _read(file, {**settings, "sampling": asdict(self.sampling), "method": method.name})
-        given = method.prompts or prompts
+        settings = {**settings, "sampling": asdict(self.sampling), "method": method.name}
+        generations = _read(file, settings)
+        inputs = method.prompts or prompts
         width = max(1, self.sampling.rows // (self.sampling.continuations * method.best_of))
         for start in range(0, len(prompts), width):
             batch = range(start, min(start + width, len(prompts)))
-            if any(place not in known for place in batch):
-                written = self._batch([given[place] for place in batch], method, batch)
-                known |= dict(zip(batch, written, strict=True))
-                _io.append_lines(
-                    file, [{"prompt": place, **known[place]._asdict()} for place in batch]
+            if any(index not in generations for index in batch):
+                batch_inputs = [inputs[index] for index in batch]
+                generations |= dict(
+                    zip(batch, self._generate_batch(batch_inputs, method, batch), strict=True)
                 )
+                rows = [{"prompt": index, **generations[index]._asdict()} for index in batch]
+                _io.append_lines(file, rows)
             observe(batch[-1] + 1, len(prompts))
-        return [known[place] for place in range(len(prompts))]
+        return [generations[index] for index in range(len(prompts))]
 
-    def cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
-        """Give how long a method takes, against another: by turns, since the machine is shared."""
-        places, ratios = range(min(TIMED, len(prompts))), []
-        for turn in range(TURNS + 1):
-            own, other = (self._timed(prompts, each, places) for each in (method, baseline))
-            if turn:  # the first warms up
-                ratios.append(own / other)
+    def relative_cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
+        """Measure the time that a method takes, relative to a baseline.
+
+        The two take turns, because other processes may slow the machine down.
+
+        Args:
+            prompts: The prompts, of which the first two are continued.
+            method: The method to measure.
+            baseline: The method to compare with.
+
+        Returns:
+            The median of the ratios of the times.
+        """
+        indices, ratios = range(min(TIMED_PROMPTS, len(prompts))), []
+        for run in range(TIMED_RUNS + 1):
+            seconds, baseline_seconds = (
+                self._time(prompts, timed, indices) for timed in (method, baseline)
+            )
+            if run:  # the first run warms up
+                ratios.append(seconds / baseline_seconds)
         return float(np.median(ratios))
 
-    def _timed(self, prompts: Sequence[str], method: Method, places: range) -> float:
-        given = [(method.prompts or prompts)[place] for place in places]
-        return self._batch(given, method, places)[0].seconds
+    def _time(self, prompts: Sequence[str], method: Method, indices: range) -> float:
+        inputs = [(method.prompts or prompts)[index] for index in indices]
+        return self._generate_batch(inputs, method, indices)[0].seconds
 
-    def _batch(self, prompts: list[str], method: Method, places: range) -> list[Generation]:
-        torch.manual_seed(_stream(self.sampling.seed, places[0]))
-        encoded = encode_from(self.tokenizer, prompts, self.begin)
+    def _generate_batch(
+        self, inputs: list[str], method: Method, indices: range
+    ) -> list[Generation]:
+        """Continue the prompts with the given indices."""
+        torch.manual_seed(_batch_seed(self.sampling.seed, indices[0]))
+        encoded = encode_with_bos(self.tokenizer, inputs, self.bos_token_id)
         sampling = self.sampling
         sampler = Sampler(self.lm, self.ends, sampling.max_new_tokens, sampling.top_p)
-        goals = [] if method.goals is None else [method.goals[place] for place in places]
-        began = perf_counter()
+        goals = [] if method.goals is None else [method.goals[index] for index in indices]
+        start = perf_counter()
         drawn = sampler.draw(encoded, self.sampling.continuations * method.best_of, goals)
-        seconds = (perf_counter() - began) / len(prompts)
-        found = []
-        for place, ids, own in zip(places, encoded, drawn, strict=True):
+        seconds = (perf_counter() - start) / len(inputs)
+        generations = []
+        for index, prompt_ids, candidates in zip(indices, encoded, drawn, strict=True):
+            chosen = candidates
             if method.best_of > 1:
-                own = self._best(own, method.best_of, method.best_by[place])
-            texts = [decode_after(self.tokenizer, ids, each.tokens) for each in own]
-            found.append(Generation(texts, [-each.log_probability for each in own], seconds))
-        return found
+                chosen = self._best(candidates, method.best_of, method.best_by[index])
+            texts = [decode_after(self.tokenizer, prompt_ids, text.tokens) for text in chosen]
+            nats = [-text.log_probability for text in chosen]
+            generations.append(Generation(texts, nats, seconds))
+        return generations
 
     def _best(self, candidates: Sequence[Drawn], of: int, attribute: Attribute) -> list[Drawn]:
-        """Choose from every few candidates the one that has the attribute most probably.
+        """Choose from every `of` candidates the one with the greatest attribute probability.
 
-        One that says nothing is chosen last: it cannot lack the attribute.
+        Blank candidates come last: an empty text satisfies every attribute.
         """
-        texts = [[token for token in each.tokens if token not in self.ends] for each in candidates]
-        said = torch.tensor([bool(str(self.tokenizer.decode(text)).strip()) for text in texts])
-        likely = (attribute.probability(texts) + said.double()).view(-1, of)
-        best = likely.argmax(1).tolist()
+        texts = [
+            [token for token in candidate.tokens if token not in self.ends]
+            for candidate in candidates
+        ]
+        nonblank = torch.tensor([bool(str(self.tokenizer.decode(text)).strip()) for text in texts])
+        ranks = (attribute.probability(texts) + nonblank.double()).view(-1, of)
+        best = ranks.argmax(1).tolist()
         return [candidates[row * of + column] for row, column in enumerate(best)]
 
 
-def encode_from(
-    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], begin: int | None
+def encode_with_bos(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], bos_token_id: int | None
 ) -> list[list[int]]:
-    """Turn prompts into token ids, after the token that texts begin with if it is known."""
-    if begin is None:
+    """Tokenize prompts and prepend a token.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompts: The prompts.
+        bos_token_id: The token to prepend; if None, the tokenizer's special tokens are added.
+
+    Returns:
+        The token ids of each prompt.
+
+    Example:
+        >>> from foretrace.evaluate.generations import encode_with_bos
+        >>> encode_with_bos(tokenizer, ["Hello"], 0)[0][0]
+        0
+    """
+    if bos_token_id is None:
         return encode_prompts(tokenizer, prompts)
     encoded = tokenizer(list(prompts), add_special_tokens=False).input_ids
-    return [[begin, *ids] for ids in encoded]
+    return [[bos_token_id, *ids] for ids in encoded]
 
 
-def _stream(seed: int, place: int) -> int:
-    """Give every batch of every seed its own random numbers."""
-    return int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+def _batch_seed(seed: int, first_index: int) -> int:
+    """Derive the seed of a batch from the run's seed and the index of its first prompt."""
+    return int(np.random.SeedSequence([seed, first_index]).generate_state(1)[0])
 
 
 def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
-    """Read what is there; begin a file that is not."""
+    """Read the continuations in a file by prompt index; create the file if there is none."""
     rows = _io.read_lines(file)
     if not rows:
         _io.write_lines(file, [{"settings": dict(settings)}])
         return {}
     if rows[0].get("settings") != settings:
         raise InvalidFileError(
-            f"{file} holds texts that were drawn with other settings. Choose another folder, or "
-            f"remove it to draw anew."
+            f"{file} holds texts that were generated with other settings. Choose another folder, "
+            f"or remove the file to generate them again."
         )
     return {
         row["prompt"]: Generation(row["texts"], row["nats"], row["seconds"]) for row in rows[1:]

@@ -1,6 +1,6 @@
-"""Judges: whatever gives a text the probability that it has an attribute.
+"""Judges: functions that score texts with the probability that they have an attribute.
 
-A judgement that fails is left out and counted. It is never taken for a score.
+A judgement that fails is left out and counted. It is never a score.
 """
 
 import hashlib
@@ -16,33 +16,50 @@ from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.evaluate import linear_judge
 
 BATCH = 32
-MOST_IN_VAIN = 5
+MAX_FAILED_BATCHES = 5
 Score = float | None
 Observe = Callable[[int, int], None]
 
 
 class JudgeRefusedError(ForetraceError):
-    """A judge that will not answer, whatever it is asked."""
+    """Raised when a judge refuses every request, for example because a key is invalid."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A named function from texts to scores in [0, 1]; None where it has no answer."""
+    """A named function from texts to scores.
+
+    Attributes:
+        name: The name under which judgements are cached. Two judges that may give different scores
+            need different names.
+        score: A function from a list of texts to a score in [0, 1] for each; None where it has no
+            answer.
+
+    Example:
+        >>> from foretrace.evaluate import Judge
+        >>> judge = Judge("length", lambda texts: [min(1, len(text) / 10) for text in texts])
+        >>> judge.score(["abcde"])
+        [0.5]
+    """
 
     name: str
-    """Judgements of one text by judges of two names are two judgements."""
     score: Callable[[list[str]], Sequence[Score]]
 
 
 class Judgements(NamedTuple):
-    """The scores of texts, None where judging failed, and why it last did."""
+    """The scores of texts.
+
+    Attributes:
+        scores: A score for each text; None where judging failed.
+        last_failure: The reason of the last failure, or None.
+    """
 
     scores: list[Score]
     last_failure: str | None
 
     @property
     def failed(self) -> int:
-        """How many texts have no score."""
+        """The number of texts without a score."""
         return sum(score is None for score in self.scores)
 
 
@@ -54,31 +71,51 @@ def load_judge(
     device: str = "cpu",
     encoder: str | None = None,
 ) -> Judge:
-    """Load a judge: `module:function`, one that `foretrace judge train` wrote, or a classifier.
+    """Load a judge.
 
-    Those that know classes give the probability of `label`; a classifier is one of transformers, by
-    folder or hub id. With `zero_shot` it is a model of entailment, and the label may be any words
-    ("politics").
+    Args:
+        source: `module:function`, a folder that `foretrace judge train` wrote, or a transformers
+            classifier by folder or hub id.
+        label: The class whose probability is the score. A judge of `foretrace judge train` with two
+            classes does not need it. With `zero_shot`, any words ("politics").
+        zero_shot: Whether the classifier is a natural language inference model.
+        device: The device of a classifier.
+        encoder: The sentence encoder of a folder that `foretrace judge train` wrote with one. The
+            encoder that its file names is not loaded on the file's word. Other judges ignore it.
 
-    A judge of `foretrace judge train` that uses embeddings needs `encoder`, the sentence encoder to
-    load: the one that its file names is not loaded on the file's word. Other judges ignore it.
+    Returns:
+        The judge.
+
+    Raises:
+        InvalidInputError: If the source cannot be loaded, or a label or an encoder is missing.
+        InvalidFileError: If the files of the folder are malformed.
+
+    Example:
+        >>> from foretrace.evaluate import load_judge
+        >>> from foretrace.evaluate.linear_judge import LinearJudge
+        >>> LinearJudge.train(["you fool", "thank you"], ["1", "0"]).save(folder / "rude")
+        >>> load_judge(str(folder / "rude")).score(["you fool"])[0] > 0.5
+        True
     """
     module, colon, function = source.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), function)):
-        return Judge(source, _imported(module, function))
+        return Judge(source, _import_function(module, function))
     if (Path(source) / linear_judge.CONFIG).is_file():
-        trained = linear_judge.LinearJudge.load(Path(source), encoder=encoder)
-        return Judge(f"{trained.identity} {label}", trained.scorer(label))
+        linear = linear_judge.LinearJudge.load(Path(source), encoder=encoder)
+        return Judge(f"{linear.identity} {label}", linear.scorer(label))
     if label is None:
         raise InvalidInputError(
-            f"The judge '{source}' needs a label: which of its classes, or with zero-shot which "
-            f"words, stand for the attribute? (A Python function is given as module:function.)"
+            f"The judge '{source}' needs a label: the class, or with zero-shot the words, that "
+            f"stand for the attribute. (Give a Python function as module:function.)"
         )
     task = "zero-shot-classification" if zero_shot else "text-classification"
-    pipeline = _pipeline(task, source, device)
-    score = _zero_shot(pipeline, label) if zero_shot else _classes(pipeline, label, source)
-    known = str(Path(source).resolve()) if Path(source).is_dir() else source
-    return Judge(json.dumps([task, known, label]), score)
+    pipeline = _load_pipeline(task, source, device)
+    if zero_shot:
+        score = _zero_shot_scorer(pipeline, label)
+    else:
+        score = _class_scorer(pipeline, label, source)
+    model = str(Path(source).resolve()) if Path(source).is_dir() else source
+    return Judge(json.dumps([task, model, label]), score)
 
 
 def judge_texts(
@@ -89,88 +126,112 @@ def judge_texts(
     batch_size: int = BATCH,
     observe: Observe = lambda done, total: None,
 ) -> Judgements:
-    """Score all texts, a batch at a time; what the cache file holds already is not judged again.
+    """Score texts in batches; texts whose score is cached are not judged again.
 
-    A judge that scores nothing for several batches in a row is out of order, and it is an error to
-    go on; what was judged is kept.
+    Args:
+        texts: The texts. Equal texts are judged once.
+        judge: The judge.
+        cache: A file of JSON lines that holds scores and is appended to after every batch.
+        batch_size: The number of texts that the judge gets at a time.
+        observe: A function that is called after each batch with the number of texts judged so far
+            and the number of texts to judge.
+
+    Returns:
+        A score for each text; None where judging failed.
+
+    Raises:
+        InvalidInputError: If the judge scores no text of five batches in a row. Scores up to there
+            are in the cache.
+        InvalidFileError: If the cache is a file of something else.
+        JudgeRefusedError: If the judge refuses every request.
+
+    Example:
+        >>> from foretrace.evaluate import Judge, judge_texts
+        >>> shout = Judge("shout", lambda texts: [float(text.isupper()) for text in texts])
+        >>> judge_texts(["HELLO", "hello"], shout, cache=folder / "scores.jsonl").scores
+        [1.0, 0.0]
     """
-    known = {} if cache is None else _remembered(cache)
+    scores = {} if cache is None else _read_cache(cache)
     keys = [hashlib.sha256(f"{judge.name}\0{text}".encode()).hexdigest() for text in texts]
-    each = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
-    wanted, failure, in_vain = list(each.items()), None, 0
-    for start in range(0, len(wanted), batch_size):
-        batch = wanted[start : start + batch_size]
-        scores, why = _judge_batch(judge, [text for _, text in batch])
-        failure = why or failure
-        judged = zip(batch, scores, strict=True)
-        found = {key: float(score) for (key, _), score in judged if score is not None}
-        known |= found
+    missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in scores}
+    pending, last_failure, failed_batches = list(missing.items()), None, 0
+    for start in range(0, len(pending), batch_size):
+        batch = pending[start : start + batch_size]
+        batch_scores, failure = _judge_batch(judge, [text for _, text in batch])
+        last_failure = failure or last_failure
+        new_scores = {
+            key: float(score)
+            for (key, _), score in zip(batch, batch_scores, strict=True)
+            if score is not None
+        }
+        scores |= new_scores
         if cache is not None:
-            _io.append_lines(cache, [{"key": key, "score": found[key]} for key in found])
-        observe(start + len(batch), len(wanted))
-        in_vain = 0 if found else in_vain + 1
-        if in_vain == MOST_IN_VAIN:
+            rows = [{"key": key, "score": score} for key, score in new_scores.items()]
+            _io.append_lines(cache, rows)
+        observe(start + len(batch), len(pending))
+        failed_batches = 0 if new_scores else failed_batches + 1
+        if failed_batches == MAX_FAILED_BATCHES:
             raise InvalidInputError(
-                f"The judge '{judge.name}' has scored none of the last {in_vain} batches "
-                f"({failure}). It must give a number in [0, 1] for each text; once it does, run "
-                f"this again."
+                f"The judge '{judge.name}' has scored none of the last {failed_batches} batches "
+                f"({last_failure}). It must return a number in [0, 1] for each text. Run the same "
+                f"command again once it does."
             )
-    return Judgements([known.get(key) for key in keys], failure)
+    return Judgements([scores.get(key) for key in keys], last_failure)
 
 
-def _remembered(cache: Path) -> dict[str, float]:
-    """Read judgements; refuse a file that holds something else."""
-    found: dict[str, float] = {}
+def _read_cache(cache: Path) -> dict[str, float]:
+    """Read cached scores by key; refuse a file of something else."""
+    scores: dict[str, float] = {}
     for row in _io.read_lines(cache):
         score = row.get("score") if isinstance(row, dict) else None
         if not isinstance(score, float) or not 0 <= score <= 1 or "key" not in row:
             raise InvalidFileError(
-                f"{cache} is not a file of judgements. Name another one to keep them in."
+                f"{cache} is not a file of judgements. Give another file to cache them in."
             )
-        found[row["key"]] = score
-    return found
+        scores[row["key"]] = score
+    return scores
 
 
 def _judge_batch(judge: Judge, texts: list[str]) -> tuple[list[Score], str | None]:
-    """Judge a batch; if it fails, one text after the other, so that one does not fail them all."""
+    """Judge a batch: (scores, reason of a failure); if the judge raises, text by text."""
     try:
         scores = list(judge.score(texts))
         if len(scores) != len(texts):
             raise InvalidInputError(f"{len(scores)} scores came back for {len(texts)} texts")
-        judged = [score if _is_probability(score) else None for score in scores]
-        wrong = next((score for score in scores if not _is_probability(score)), 0.0)
-        return judged, None if None not in judged else f"a score of {wrong} is not in [0, 1]"
+        invalid = [score for score in scores if not _is_probability(score)]
+        valid = [score if _is_probability(score) else None for score in scores]
+        return valid, f"a score of {invalid[0]} is not in [0, 1]" if invalid else None
     except JudgeRefusedError:
         raise
-    except Exception as error:  # a judge is others' code, and may raise anything
+    except Exception as error:  # a judge is code of others, and may raise anything
         if len(texts) == 1:
             return [None], reason(error)
-    alone = [_judge_batch(judge, [text]) for text in texts]
-    failures = [why for _, why in alone if why]
-    return [scores[0] for scores, _ in alone], failures[-1] if failures else None
+    results = [_judge_batch(judge, [text]) for text in texts]
+    failures = [failure for _, failure in results if failure]
+    return [scores[0] for scores, _ in results], failures[-1] if failures else None
 
 
 def _is_probability(score: Score) -> bool:
-    return score is not None and 0 <= score <= 1  # NaN is not
+    return score is not None and 0 <= score <= 1  # false for NaN
 
 
-def _imported(module: str, function: str) -> Callable[[list[str]], Sequence[Score]]:
+def _import_function(module: str, function: str) -> Callable[[list[str]], Sequence[Score]]:
     try:
-        found: Callable[[list[str]], Sequence[Score]] = getattr(import_module(module), function)
-    except Exception as error:  # importing runs others' code, which may raise anything
+        score: Callable[[list[str]], Sequence[Score]] = getattr(import_module(module), function)
+    except Exception as error:  # importing runs code of others, which may raise anything
         raise InvalidInputError(
             f"The judge {module}:{function} cannot be imported ({reason(error)}). Give a module "
             f"that Python finds (see PYTHONPATH), and a function in it from texts to scores."
         ) from error
-    return found
+    return score
 
 
-def _pipeline(task: str, source: str, device: str) -> Any:
+def _load_pipeline(task: str, source: str, device: str) -> Any:
     try:
         from transformers import pipeline
     except ImportError as error:
         raise InvalidInputError(
-            "Judges of transformers need it installed: pip install 'foretrace[transformers]'."
+            "A transformers classifier needs transformers: pip install 'foretrace[transformers]'."
         ) from error
     try:
         return pipeline(  # type: ignore[call-overload]
@@ -183,7 +244,8 @@ def _pipeline(task: str, source: str, device: str) -> Any:
         ) from error
 
 
-def _classes(pipeline: Any, label: str, source: str) -> Callable[[list[str]], Sequence[Score]]:
+def _class_scorer(pipeline: Any, label: str, source: str) -> Callable[[list[str]], Sequence[Score]]:
+    """Build a function from texts to the probabilities of a classifier's class."""
     names = list(pipeline.model.config.id2label.values())
     if label not in names:
         raise InvalidInputError(
@@ -191,22 +253,26 @@ def _classes(pipeline: Any, label: str, source: str) -> Callable[[list[str]], Se
         )
 
     def score(texts: list[str]) -> list[Score]:
-        found = pipeline(texts, top_k=None, truncation=True, batch_size=len(texts))
-        return [next(one["score"] for one in each if one["label"] == label) for each in found]
+        outputs = pipeline(texts, top_k=None, truncation=True, batch_size=len(texts))
+        return [
+            next(class_["score"] for class_ in classes if class_["label"] == label)
+            for classes in outputs
+        ]
 
     return score
 
 
-def _zero_shot(pipeline: Any, label: str) -> Callable[[list[str]], Sequence[Score]]:
+def _zero_shot_scorer(pipeline: Any, label: str) -> Callable[[list[str]], Sequence[Score]]:
+    """Build a function from texts to the probabilities that they entail a label."""
     if pipeline.entailment_id == -1:
         names = ", ".join(map(str, pipeline.model.config.id2label.values()))
         raise InvalidInputError(
-            f"The judge knows {names}, but a judge without training for its label must know "
-            f"entailment. Give a model of natural language inference."
+            f"The judge has the classes {names}, but zero-shot classification needs a class "
+            f"'entailment'. Give a model of natural language inference."
         )
 
     def score(texts: list[str]) -> list[Score]:
-        found = pipeline(texts, candidate_labels=[label], multi_label=True, batch_size=len(texts))
-        return [each["scores"][0] for each in found]
+        outputs = pipeline(texts, candidate_labels=[label], multi_label=True, batch_size=len(texts))
+        return [output["scores"][0] for output in outputs]
 
     return score

@@ -1,6 +1,7 @@
-"""A judge to train at home: TF-IDF and sentence embeddings under a linear head.
+"""A trainable judge: logistic regression on hashed TF-IDF features and sentence embeddings.
 
-It is saved as numbers and settings, without pickle: words are hashed, so there is no vocabulary.
+A judge is saved as safetensors and JSON, without pickle. Features are hashed, so there is no
+vocabulary to save.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +26,33 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class LinearJudgeConfig:
-    """How texts become features, and what the judge was trained on."""
+    """The features of a linear judge, and the data that it was trained on.
+
+    Attributes:
+        classes: The labels that the judge distinguishes. If there are two, the second is the
+            positive class.
+        encoder: A sentence-transformers model, by folder or hub id; None for TF-IDF alone.
+        encoder_dtype: The floating-point type in which the encoder runs.
+        encoder_tokens: The number of tokens after which the encoder truncates a text.
+        buckets: The number of hashed word features (words and pairs of words), and also of hashed
+            character features.
+        embedding_scale: The factor of embeddings, which have length 1 like the TF-IDF features.
+        regularisation: The inverse regularization strength C of scikit-learn.
+        source: The name of the training data.
+
+    Example:
+        >>> from foretrace.evaluate.linear_judge import LinearJudgeConfig
+        >>> LinearJudgeConfig(("polite", "rude")).encoder is None
+        True
+    """
 
     classes: tuple[str, ...]
-    """What it tells apart; of two, the second is what is judged."""
     encoder: str | None = None
-    """A model of sentence-transformers, by folder or hub id; None for TF-IDF alone."""
     encoder_dtype: str = "float32"
     encoder_tokens: int = 128
-    """What is longer is cut."""
     buckets: int = 1 << 18
-    """Hashed features, of words and pairs, and as many again of pieces of words."""
     embedding_scale: float = 4.0
-    """Of embeddings, which have length 1, as TF-IDF has."""
     regularisation: float = 1.0
-    """Strength C of scikit-learn: the greater, the weaker it holds weights down."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -63,7 +76,23 @@ class LinearJudgeConfig:
 
 
 class LinearJudge:
-    """Gives the probability of each class; trained by logistic regression."""
+    """A classifier of texts by logistic regression.
+
+    Args:
+        config: The features and classes.
+        idf: The inverse document frequency of each hashed feature, of shape (2 buckets,).
+        weights: The coefficients, of shape (classes, features); one row if there are two classes.
+        intercepts: The intercepts, of shape (classes,); one if there are two classes.
+
+    Example:
+        >>> from foretrace.evaluate.linear_judge import LinearJudge
+        >>> texts = ["you fool", "thank you", "you idiot", "thanks a lot"]
+        >>> judge = LinearJudge.train(texts, ["rude", "kind", "rude", "kind"])
+        >>> judge.config.classes
+        ('kind', 'rude')
+        >>> judge.probabilities(["you fool"]).shape
+        (1, 2)
+    """
 
     def __init__(
         self, config: LinearJudgeConfig, idf: Floats, weights: Floats, intercepts: Floats
@@ -82,14 +111,30 @@ class LinearJudge:
         source: str = "",
         regularisation: float = 1.0,
     ) -> Self:
-        """Train on labelled texts; the encoder is a model of sentence-transformers."""
+        """Train a judge on labelled texts.
+
+        Args:
+            texts: The texts.
+            labels: The label of each text.
+            encoder: A sentence-transformers model, by folder or hub id; None for TF-IDF alone.
+            encoder_dtype: The floating-point type in which the encoder runs.
+            source: The name of the data, for the record.
+            regularisation: The inverse regularization strength C of scikit-learn.
+
+        Returns:
+            The trained judge.
+
+        Raises:
+            InvalidInputError: If there are fewer than two different labels, or the encoder cannot
+                be loaded.
+        """
         from sklearn.linear_model import LogisticRegression
 
         classes = tuple(sorted(set(labels)))
         if len(classes) < 2:
             raise InvalidInputError(
-                f"A judge tells at least two labels apart, but all {len(texts)} texts have "
-                f"{classes or 'none'}."
+                f"A judge needs at least two labels to distinguish, but all {len(texts)} texts "
+                f"have {classes or 'none'}."
             )
         config = LinearJudgeConfig(
             classes,
@@ -99,19 +144,30 @@ class LinearJudge:
             regularisation=regularisation,
         )
         judge = cls(config, *(np.zeros(0, np.float32) for _ in range(3)))
-        counted = judge._counted(texts)
-        present = np.bincount(counted.indices, minlength=counted.shape[1])
-        judge.idf = (np.log((1 + len(texts)) / (1 + present)) + 1).astype(np.float32)
-        features = judge._features(texts, counted)
-        head = LogisticRegression(C=regularisation, max_iter=200, tol=1e-3)
-        head.fit(features, [classes.index(label) for label in labels])
-        judge.weights = head.coef_.astype(np.float32)
-        judge.intercepts = head.intercept_.astype(np.float32)
+        counts = judge._hashed_counts(texts)
+        document_frequency = np.bincount(counts.indices, minlength=counts.shape[1])
+        judge.idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
+        features = judge._features(texts, counts)
+        regression = LogisticRegression(C=regularisation, max_iter=200, tol=1e-3)
+        regression.fit(features, [classes.index(label) for label in labels])
+        judge.weights = regression.coef_.astype(np.float32)
+        judge.intercepts = regression.intercept_.astype(np.float32)
         return judge
 
     def probabilities(self, texts: Sequence[str]) -> Floats:
-        """Give the probability of every class: (texts, classes)."""
-        features = self._features(texts, self._counted(texts))
+        """Compute the probability of every class.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            An array of shape (texts, classes). Every row sums to 1.
+
+        Raises:
+            InvalidInputError: If the encoder cannot be loaded, or its embeddings have another width
+                than those that the judge was trained with.
+        """
+        features = self._features(texts, self._hashed_counts(texts))
         if features.shape[1] != self.weights.shape[1]:
             hashed = 2 * self.config.buckets
             raise InvalidInputError(
@@ -119,15 +175,33 @@ class LinearJudge:
                 f"{features.shape[1] - hashed}, but the judge was trained with width "
                 f"{self.weights.shape[1] - hashed}. Give the encoder that it was trained with."
             )
-        scores = np.asarray(features @ self.weights.T) + self.intercepts
-        if scores.shape[1] == 1:  # of two classes, the second's log-odds
-            scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
-        powers = np.exp(scores - scores.max(1, keepdims=True))
-        found: Floats = powers / powers.sum(1, keepdims=True)
-        return found
+        logits = np.asarray(features @ self.weights.T) + self.intercepts
+        if logits.shape[1] == 1:  # two classes: the log-odds of the second
+            logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
+        exponentials = np.exp(logits - logits.max(1, keepdims=True))
+        probabilities: Floats = exponentials / exponentials.sum(1, keepdims=True)
+        return probabilities
 
     def scorer(self, label: str | None) -> Callable[[list[str]], list[float]]:
-        """Give what scores texts by the probability of a class; of two, the second if not named."""
+        """Return a function from texts to the probabilities of one class.
+
+        Args:
+            label: The class. It may be None if there are two, and is then the second.
+
+        Returns:
+            A function from a list of texts to a list of probabilities.
+
+        Raises:
+            InvalidInputError: If the judge does not have the class.
+
+        Example:
+            >>> from foretrace.evaluate.linear_judge import LinearJudge
+            >>> texts = ["you fool", "thank you", "you idiot", "thanks a lot"]
+            >>> judge = LinearJudge.train(texts, ["rude", "kind", "rude", "kind"])
+            >>> rude, kind = judge.scorer("rude")(["you fool", "thank you"])
+            >>> rude > 0.5 > kind
+            True
+        """
         classes = self.config.classes
         if label is None and len(classes) == 2:
             label = classes[1]
@@ -136,15 +210,27 @@ class LinearJudge:
                 f"The judge has no class '{label}'; it has {', '.join(classes[:20])}."
             )
         column = classes.index(label)
-        return lambda texts: [float(each) for each in self.probabilities(texts)[:, column]]
+        return lambda texts: [float(value) for value in self.probabilities(texts)[:, column]]
 
     @property
     def identity(self) -> str:
-        """Name it by its numbers."""
+        """A name that depends on the judge's weights, under which judgements are cached."""
         return f"linear-{_io.checksum(torch.from_numpy(self.weights)):08x}"
 
     def save(self, folder: Path) -> None:
-        """Write two files into a folder."""
+        """Save the judge as `judge.json` and `judge.safetensors`.
+
+        Args:
+            folder: The folder to write; it is created if necessary.
+
+        Example:
+            >>> from foretrace.evaluate.linear_judge import LinearJudge
+            >>> LinearJudge.train(["you fool", "thank you"], ["1", "0"]).save(folder / "judge")
+            >>> sorted(path.name for path in (folder / "judge").iterdir())
+            ['judge.json', 'judge.safetensors']
+            >>> LinearJudge.load(folder / "judge").config.classes
+            ('0', '1')
+        """
         content = {"format_version": FORMAT_VERSION, **asdict(self.config)}
         arrays = {"idf": self.idf, "weights": self.weights, "intercepts": self.intercepts}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -155,7 +241,19 @@ class LinearJudge:
         """Load a judge that `save` wrote.
 
         The encoder that the file names is never loaded on the file's word: loading a judge from
-        somebody else must not load another model, or its code. `encoder` names the one to use.
+        somebody else must not load another model, or its code.
+
+        Args:
+            folder: The folder of the judge.
+            encoder: The sentence-transformers model to use, by folder or hub id. A judge that was
+                trained with an encoder requires it; other judges ignore it.
+
+        Returns:
+            The judge. Its encoder is loaded when it is first used.
+
+        Raises:
+            InvalidFileError: If the files are missing or malformed.
+            InvalidInputError: If the judge uses embeddings and no encoder is given.
         """
         config = _read_config(folder / CONFIG)
         if config.encoder is not None:
@@ -169,34 +267,34 @@ class LinearJudge:
             config = replace(config, encoder=encoder)
         return cls(config, *_read_arrays(folder / TENSORS, config))
 
-    def _counted(self, texts: Sequence[str]) -> Any:
-        """Hash words and pieces of words: (texts, 2 buckets), sparse."""
+    def _hashed_counts(self, texts: Sequence[str]) -> Any:
+        """Count hashed word and character n-grams: (texts, 2 buckets), sparse."""
         from scipy.sparse import hstack
         from sklearn.feature_extraction.text import HashingVectorizer
 
         common = {"n_features": self.config.buckets, "alternate_sign": False, "norm": None}
         words = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\S+", **common)
-        pieces = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **common)
-        return hstack([words.transform(texts), pieces.transform(texts)], "csr", np.float32)
+        characters = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **common)
+        return hstack([words.transform(texts), characters.transform(texts)], "csr", np.float32)
 
-    def _features(self, texts: Sequence[str], counted: Any) -> Any:
-        """Weigh counts by rarity, each half to length 1, and put embeddings beside them."""
+    def _features(self, texts: Sequence[str], counts: Any) -> Any:
+        """Compute TF-IDF, normalized for words and for characters, and append embeddings."""
         from scipy.sparse import csr_matrix, hstack
         from sklearn.preprocessing import normalize
 
-        counted.data = 1 + np.log(counted.data)
-        weighed = counted.multiply(self.idf).tocsr()
-        half = self.config.buckets
-        parts = [normalize(weighed[:, :half]), normalize(weighed[:, half:])]
+        counts.data = 1 + np.log(counts.data)
+        tf_idf = counts.multiply(self.idf).tocsr()
+        buckets = self.config.buckets
+        blocks = [normalize(tf_idf[:, :buckets]), normalize(tf_idf[:, buckets:])]
         if self._encoder is not None:
             encode = self._encoder.encode
-            embedded = encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-            parts.append(csr_matrix(self.config.embedding_scale * embedded))
-        return hstack(parts, "csr", np.float32)
+            embeddings = encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+            blocks.append(csr_matrix(self.config.embedding_scale * embeddings))
+        return hstack(blocks, "csr", np.float32)
 
     @cached_property
     def _encoder(self) -> Any:
-        """The model of sentence-transformers, if there is one."""
+        """The sentence-transformers model, or None."""
         if self.config.encoder is None:
             return None
         try:
@@ -219,7 +317,7 @@ class LinearJudge:
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             raise InvalidInputError(
                 f"The encoder '{self.config.encoder}' cannot be loaded ({reason(error)}). Give the "
-                f"folder or hub id of a model of sentence-transformers."
+                f"folder or hub id of a sentence-transformers model."
             ) from error
 
 
@@ -227,7 +325,9 @@ def _read_config(path: Path) -> LinearJudgeConfig:
     """Read and check a judge's JSON file."""
     content = _io.read_json(path)
     if content.pop("format_version", None) != FORMAT_VERSION:
-        raise InvalidFileError(f"{path} is of another version of foretrace. Train the judge again.")
+        raise InvalidFileError(
+            f"{path} was written by another version of foretrace. Train the judge again."
+        )
     try:
         if not isinstance(content["classes"], list):
             raise InvalidInputError("classes must be a list")

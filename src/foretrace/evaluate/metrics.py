@@ -1,6 +1,7 @@
-"""Figures of generated texts, as the field computes them, with intervals over prompts.
+"""Metrics of generated texts, with confidence intervals over prompts.
 
-What could not be judged or measured is dropped and counted, never taken for a number.
+Metrics follow DExperts. A continuation that could not be judged or measured is dropped and
+counted. It never contributes a number.
 """
 
 from collections.abc import Sequence
@@ -15,32 +16,46 @@ from numpy.typing import NDArray
 from foretrace.errors import InvalidInputError
 
 Scores = Sequence[Sequence[float | None]]
-"""One for every continuation of every prompt; None where judging failed."""
+"""A list for each prompt with a score for each continuation; None where judging failed."""
 Floats = NDArray[np.float64]
 
-THRESHOLD = 0.5  # a continuation above it has the attribute
-WORST_PERPLEXITY = 10_000.0  # what is above says nothing but that it is above
-RESAMPLINGS = 2_000
-MOST_FINITE = 0.99  # of them, or there is no interval
+THRESHOLD = 0.5  # a continuation with a score above it has the attribute
+MAX_PERPLEXITY = 10_000.0  # continuations at or above it are dropped, as the field does
+NUM_RESAMPLES = 2_000
+MIN_FINITE_SHARE = 0.99  # of resampled values, below which there is no interval
 
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """A figure as each prompt's share in it: the sum of totals over the sum of counts."""
+    """A metric as a ratio of two sums over prompts: sum of totals / sum of counts.
 
-    totals: Floats  # (prompts,)
-    counts: Floats  # (prompts,): 0 where nothing could be measured
+    Keeping the contribution of each prompt makes it possible to resample prompts.
+
+    Attributes:
+        totals: The numerator of each prompt, of shape (prompts,).
+        counts: The denominator of each prompt, of shape (prompts,). It is 0 where nothing could be
+            measured.
+        dropped: The number of continuations that were left out.
+
+    Example:
+        >>> import numpy as np
+        >>> from foretrace.evaluate.metrics import Measurement
+        >>> Measurement(np.array([1.0, 3.0]), np.array([2.0, 2.0])).value
+        1.0
+    """
+
+    totals: Floats
+    counts: Floats
     dropped: int = 0
-    """Continuations left out."""
 
     @property
     def value(self) -> float:
-        """The figure itself; NaN if nothing could be measured."""
+        """The metric; NaN if nothing could be measured."""
         return _ratio(self.totals.sum(), self.counts.sum())
 
 
 class Interval(NamedTuple):
-    """A figure with its 95% confidence interval."""
+    """A value with its 95% confidence interval."""
 
     value: float
     low: float
@@ -48,150 +63,327 @@ class Interval(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a method makes of a baseline's figure, on the same prompts."""
+    """The change of a metric against a baseline on the same prompts."""
 
     difference: Interval
     relative: Interval
 
 
 class Point(NamedTuple):
-    """A method on a curve of trade-off: what it reaches, and at what price."""
+    """A method on a trade-off curve: its metric and its perplexity."""
 
-    figure: Measurement
-    price: Measurement
+    metric: Measurement
+    perplexity: Measurement
 
 
 def average_maximum(scores: Scores) -> Measurement:
-    """Average over prompts the greatest score among a prompt's continuations."""
-    return _over_prompts([max(own, default=None) for own in _judged(scores)], _failed(scores))
+    """Compute the mean over prompts of the greatest score among a prompt's continuations.
+
+    Args:
+        scores: The scores of every prompt's continuations.
+
+    Returns:
+        The measurement; prompts without any score are left out.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import average_maximum
+        >>> average_maximum([[0.25, 0.75], [0.5, None]]).value
+        0.625
+    """
+    maxima = [max(prompt_scores, default=None) for prompt_scores in _without_failures(scores)]
+    return _mean_over_prompts(maxima, _count_failures(scores))
 
 
 def probability_of_any(scores: Scores, threshold: float = THRESHOLD) -> Measurement:
-    """Give the share of prompts with at least one continuation above the threshold."""
-    found = [float(max(own) > threshold) if own else None for own in _judged(scores)]
-    return _over_prompts(found, _failed(scores))
+    """Compute the share of prompts with at least one continuation above a threshold.
+
+    Args:
+        scores: The scores of every prompt's continuations.
+        threshold: The score that a continuation must exceed.
+
+    Returns:
+        The measurement; prompts without any score are left out.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import probability_of_any
+        >>> probability_of_any([[0.25, 0.75], [0.5, None]]).value
+        0.5
+    """
+    exceeded = [
+        float(max(prompt_scores) > threshold) if prompt_scores else None
+        for prompt_scores in _without_failures(scores)
+    ]
+    return _mean_over_prompts(exceeded, _count_failures(scores))
 
 
 def mean_score(scores: Scores) -> Measurement:
-    """Average over all continuations: role quality, political relevance, sentiment."""
-    judged = _judged(scores)
-    return _measurement([sum(own) for own in judged], [len(own) for own in judged], _failed(scores))
+    """Compute the mean score over all continuations.
+
+    Args:
+        scores: The scores of every prompt's continuations.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import mean_score
+        >>> mean_score([[0.25, 0.75], [0.5, None]]).value
+        0.5
+    """
+    judged = _without_failures(scores)
+    return _measurement(
+        [sum(prompt_scores) for prompt_scores in judged],
+        [len(prompt_scores) for prompt_scores in judged],
+        _count_failures(scores),
+    )
 
 
 def distinct(texts: Sequence[Sequence[str]], n: int) -> Measurement:
-    """Give dist-n: a prompt's distinct n-grams over all its continuations, per word of them."""
+    """Compute dist-n: the distinct n-grams of a prompt's continuations, divided by their words.
+
+    Args:
+        texts: The continuations of every prompt.
+        n: The length of the n-grams in words.
+
+    Returns:
+        The mean over prompts; blank continuations are dropped.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import distinct
+        >>> distinct([["a b a b"]], 2).value  # "a b" and "b a", of 4 words
+        0.5
+    """
     shares: list[float | None] = []
-    for own in texts:
-        words = [text.split(" ") for text in own if text.strip()]
-        grams = {tuple(each[i : i + n]) for each in words for i in range(len(each) - n + 1)}
-        shares.append(len(grams) / sum(map(len, words)) if words else None)
-    blank = sum(not text.strip() for own in texts for text in own)
-    return _over_prompts(shares, blank)
+    for prompt_texts in texts:
+        split_texts = [text.split(" ") for text in prompt_texts if text.strip()]
+        ngrams = {
+            tuple(text_words[i : i + n])
+            for text_words in split_texts
+            for i in range(len(text_words) - n + 1)
+        }
+        shares.append(len(ngrams) / sum(map(len, split_texts)) if split_texts else None)
+    num_blank = sum(not text.strip() for prompt_texts in texts for text in prompt_texts)
+    return _mean_over_prompts(shares, num_blank)
 
 
-def perplexity(surprise: Scores) -> Measurement:
-    """Average the perplexities of continuations; `surprise` is each one's nats per token.
+def perplexity(losses: Scores) -> Measurement:
+    """Compute the mean perplexity of continuations.
 
-    A continuation without tokens has none, and one of 10,000 or more is dropped.
+    Args:
+        losses: The mean negative log-likelihood per token of every prompt's continuations, in nats;
+            None for a continuation without tokens.
+
+    Returns:
+        The measurement; continuations without tokens, or with a perplexity of 10,000 or more, are
+        dropped.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import perplexity
+        >>> perplexity([[0.0, None, 1000.0]]).value
+        1.0
     """
     kept = [
-        [value for nats in own if (value := exp(min(nats, 100.0))) < WORST_PERPLEXITY]
-        for own in _judged(surprise)
+        [value for loss in prompt_losses if (value := exp(min(loss, 100.0))) < MAX_PERPLEXITY]
+        for prompt_losses in _without_failures(losses)
     ]
-    dropped = sum(map(len, surprise)) - sum(map(len, kept))
-    return _measurement([sum(own) for own in kept], [len(own) for own in kept], dropped)
+    dropped = sum(map(len, losses)) - sum(map(len, kept))
+    return _measurement([sum(values) for values in kept], [len(values) for values in kept], dropped)
 
 
 def words(texts: Sequence[Sequence[str]]) -> Measurement:
-    """Give the mean number of words of a continuation; a method may escape into short ones."""
-    counts = [[float(len(text.split())) for text in own] for own in texts]
-    return mean_score(counts)
+    """Compute the mean number of words of a continuation.
+
+    A method can reach a goal by stopping early, which no other metric shows.
+
+    Args:
+        texts: The continuations of every prompt.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import words
+        >>> words([["one two three", ""]]).value
+        1.5
+    """
+    return mean_score(
+        [[float(len(text.split())) for text in prompt_texts] for prompt_texts in texts]
+    )
 
 
 def blank(texts: Sequence[Sequence[str]]) -> Measurement:
-    """Give the share of continuations without any word."""
-    return mean_score([[float(not text.strip()) for text in own] for own in texts])
+    """Compute the share of continuations without any word.
+
+    Args:
+        texts: The continuations of every prompt.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import blank
+        >>> blank([["one two three", " "]]).value
+        0.5
+    """
+    return mean_score(
+        [[float(not text.strip()) for text in prompt_texts] for prompt_texts in texts]
+    )
 
 
 def interval(measurement: Measurement, seed: int = 0) -> Interval:
-    """Give a figure with its interval, by resampling prompts."""
-    values = _resampled(measurement, _draws(len(measurement.totals), seed))
-    return _interval(measurement.value, values)
+    """Compute the 95% confidence interval of a metric by resampling prompts.
+
+    Args:
+        measurement: The metric.
+        seed: The seed of the resampling.
+
+    Returns:
+        The value and its interval; the bounds are NaN where nothing could be measured.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import interval, mean_score
+        >>> interval(mean_score([[0.5], [0.5]]))
+        Interval(value=0.5, low=0.5, high=0.5)
+    """
+    samples = _resample_prompts(len(measurement.totals), seed)
+    return _interval(measurement.value, _resampled(measurement, samples))
 
 
 def change(measurement: Measurement, baseline: Measurement, seed: int = 0) -> Change:
-    """Compare with a baseline on the prompts that both measured: they are resampled together."""
+    """Compare a metric with a baseline's on the prompts that both measured.
+
+    The prompts of both are resampled together.
+
+    Args:
+        measurement: The metric of a method.
+        baseline: The same metric of the baseline, on the same prompts.
+        seed: The seed of the resampling.
+
+    Returns:
+        The absolute and the relative change. The bounds of the relative change are NaN where the
+        baseline is 0 in more than 1% of the resamples.
+
+    Raises:
+        InvalidInputError: If the two were measured on different numbers of prompts.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import change, mean_score
+        >>> change(mean_score([[0.25], [0.5]]), mean_score([[0.5], [1.0]])).relative.value
+        -0.5
+    """
     if len(measurement.totals) != len(baseline.totals):
         raise InvalidInputError(
             f"A paired difference needs the same prompts, but there are "
             f"{len(measurement.totals)} and {len(baseline.totals)}."
         )
-    both = ((measurement.counts > 0) & (baseline.counts > 0)).astype(float)
+    in_both = ((measurement.counts > 0) & (baseline.counts > 0)).astype(float)
     ours, theirs = (
-        Measurement(each.totals * both, each.counts * both) for each in (measurement, baseline)
+        Measurement(one.totals * in_both, one.counts * in_both) for one in (measurement, baseline)
     )
-    draws = _draws(len(both), seed)
-    our_draws, their_draws = _resampled(ours, draws), _resampled(theirs, draws)
+    samples = _resample_prompts(len(in_both), seed)
+    our_values, their_values = _resampled(ours, samples), _resampled(theirs, samples)
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative = our_draws / their_draws - 1
-    if np.isfinite(relative).mean() < MOST_FINITE:
-        relative = np.full_like(relative, np.nan)  # a share of almost nothing
+        relative = our_values / their_values - 1
+    if np.isfinite(relative).mean() < MIN_FINITE_SHARE:
+        relative = np.full_like(relative, np.nan)  # the baseline is close to 0
     return Change(
-        _interval(ours.value - theirs.value, our_draws - their_draws),
+        _interval(ours.value - theirs.value, our_values - their_values),
         _interval(_ratio(ours.value, theirs.value) - 1, relative),
     )
 
 
-def at_equal_price(
+def at_equal_perplexity(
     rival: Point, curve: Sequence[Point], baseline: float, seed: int = 0
 ) -> Interval | None:
-    """Compare a rival with the best point of a curve that costs no more, on the same prompts.
+    """Compare a rival with the best point of a curve whose perplexity is not above the rival's.
 
-    Between its points a curve is taken as straight. Best is farthest from the baseline, on the
-    side on which the curve lies. None if the whole curve costs more.
+    The curve is linear between its points. The best point is the farthest from the baseline, in the
+    direction in which the curve as a whole departs from it.
+
+    Args:
+        rival: The point to compare with.
+        curve: The points of the curve, in order.
+        baseline: The metric's value without steering.
+        seed: The seed of the resampling of prompts.
+
+    Returns:
+        The curve's best metric minus the rival's, or None if the whole curve has a higher
+        perplexity than the rival.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import Point, at_equal_perplexity, mean_score
+        >>> low, high, rival = (
+        ...     Point(mean_score([[metric]]), mean_score([[perplexity]]))
+        ...     for metric, perplexity in [(0.0, 10.0), (1.0, 20.0), (0.25, 15.0)]
+        ... )
+        >>> at_equal_perplexity(rival, [low, high], baseline=0.0).value
+        0.25
     """
-    mean = sum(each.figure.value for each in curve) / len(curve)
-    side = 1.0 if mean >= baseline else -1.0
-    draws = _draws(len(rival.figure.totals), seed)
-    figures = np.stack([side * _with_resampled(each.figure, draws) for each in (rival, *curve)])
-    prices = np.stack([_with_resampled(each.price, draws) for each in (rival, *curve)])
-    best = _best_within(figures[1:], prices[1:], prices[0])
-    found = side * (best - figures[0])
-    return _interval(float(found[0]), found[1:]) if np.isfinite(found[0]) else None
+    mean = sum(point.metric.value for point in curve) / len(curve)
+    sign = 1.0 if mean >= baseline else -1.0
+    samples = _resample_prompts(len(rival.metric.totals), seed)
+    points = (rival, *curve)
+    metrics = np.stack([sign * _with_resampled(point.metric, samples) for point in points])
+    perplexities = np.stack([_with_resampled(point.perplexity, samples) for point in points])
+    best = _best_within(metrics[1:], perplexities[1:], perplexities[0])
+    gain = sign * (best - metrics[0])
+    return _interval(float(gain[0]), gain[1:]) if np.isfinite(gain[0]) else None
 
 
-def _with_resampled(measurement: Measurement, draws: NDArray[np.int64]) -> Floats:
-    """Give the figure itself, and after it every resampled one: (1 + draws,)."""
-    return np.concatenate([[measurement.value], _resampled(measurement, draws)])
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Compute Spearman's rank correlation of two sequences.
 
+    Args:
+        ours: The first sequence.
+        theirs: The second sequence, of the same length.
 
-def _best_within(figures: Floats, prices: Floats, limit: Floats) -> Floats:
-    """Give the greatest figure of a curve of straight pieces at a price within the limit.
+    Returns:
+        The correlation; NaN where one of the sequences is constant.
 
-    (points, n), (points, n), (n,) -> (n,): -inf where every price is above.
+    Example:
+        >>> from foretrace.evaluate.metrics import rank_correlation
+        >>> round(rank_correlation([1, 2, 3], [10, 20, 40]), 6)
+        1.0
     """
-    best: Floats = np.where(prices <= limit, figures, -np.inf).max(0)
-    if len(figures) == 1:
+    from scipy.stats import spearmanr
+
+    if len(set(ours)) < 2 or len(set(theirs)) < 2:
+        return float("nan")
+    return float(spearmanr(ours, theirs).statistic)
+
+
+def _with_resampled(measurement: Measurement, samples: NDArray[np.int64]) -> Floats:
+    """Return the value followed by every resampled value: (1 + resamples,)."""
+    return np.concatenate([[measurement.value], _resampled(measurement, samples)])
+
+
+def _best_within(metrics: Floats, perplexities: Floats, limit: Floats) -> Floats:
+    """Return the greatest metric of a piecewise linear curve with a perplexity within the limit.
+
+    (points, n), (points, n), (n,) -> (n,): -inf where every perplexity is above the limit.
+    """
+    best: Floats = np.where(perplexities <= limit, metrics, -np.inf).max(0)
+    if len(metrics) == 1:
         return best
-    step = np.diff(prices, axis=0)
+    step = np.diff(perplexities, axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = (limit - prices[:-1]) / step  # where a piece crosses the limit
-    crossed = (share > 0) & (share < 1)
-    between = figures[:-1] + np.where(crossed, share, 0.0) * np.diff(figures, axis=0)
-    found: Floats = np.maximum(best, np.where(crossed, between, -np.inf).max(0))
-    return found
+        share = (limit - perplexities[:-1]) / step  # where a piece crosses the limit
+    crosses = (share > 0) & (share < 1)
+    at_limit = metrics[:-1] + np.where(crosses, share, 0.0) * np.diff(metrics, axis=0)
+    best_within: Floats = np.maximum(best, np.where(crosses, at_limit, -np.inf).max(0))
+    return best_within
 
 
-def _judged(scores: Scores) -> list[list[float]]:
-    return [[score for score in own if score is not None] for own in scores]
+def _without_failures(scores: Scores) -> list[list[float]]:
+    return [[score for score in prompt_scores if score is not None] for prompt_scores in scores]
 
 
-def _failed(scores: Scores) -> int:
+def _count_failures(scores: Scores) -> int:
     return sum(score is None for score in chain.from_iterable(scores))
 
 
-def _over_prompts(values: Sequence[float | None], dropped: int) -> Measurement:
-    """Let every prompt that has a value count once."""
+def _mean_over_prompts(values: Sequence[float | None], dropped: int) -> Measurement:
+    """Build the mean over the prompts that have a value."""
     return _measurement(
         [value or 0.0 for value in values], [float(value is not None) for value in values], dropped
     )
@@ -205,14 +397,17 @@ def _ratio(total: float, count: float) -> float:
     return float(total / count) if count else float("nan")
 
 
-def _draws(prompts: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, max(1, prompts), (RESAMPLINGS, prompts))
+def _resample_prompts(prompts: int, seed: int) -> NDArray[np.int64]:
+    """Draw prompt indices with replacement: (resamples, prompts)."""
+    return np.random.default_rng(seed).integers(0, max(1, prompts), (NUM_RESAMPLES, prompts))
 
 
-def _resampled(measurement: Measurement, draws: NDArray[np.int64]) -> Floats:
-    totals, counts = measurement.totals[draws].sum(1), measurement.counts[draws].sum(1)
-    found: Floats = np.divide(totals, counts, out=np.full(len(draws), np.nan), where=counts > 0)
-    return found
+def _resampled(measurement: Measurement, samples: NDArray[np.int64]) -> Floats:
+    """Compute the metric on resampled prompts, NaN where nothing was measured: (resamples,)."""
+    totals, counts = measurement.totals[samples].sum(1), measurement.counts[samples].sum(1)
+    nothing = np.full(len(samples), np.nan)
+    values: Floats = np.divide(totals, counts, out=nothing, where=counts > 0)
+    return values
 
 
 def _interval(value: float, values: Floats) -> Interval:
@@ -221,12 +416,3 @@ def _interval(value: float, values: Floats) -> Interval:
         return Interval(value, float("nan"), float("nan"))
     low, high = np.quantile(finite, [0.025, 0.975])
     return Interval(value, float(low), float(high))
-
-
-def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Give Spearman's; not a number where one of them never changes."""
-    from scipy.stats import spearmanr
-
-    if len(set(ours)) < 2 or len(set(theirs)) < 2:
-        return float("nan")
-    return float(spearmanr(ours, theirs).statistic)

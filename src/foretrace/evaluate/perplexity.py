@@ -1,4 +1,4 @@
-"""How surprised a language model is by what others wrote."""
+"""Negative log-likelihood of texts under a language model, from which perplexity follows."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,54 +15,66 @@ BATCH = 50
 
 
 @torch.inference_mode()
-def surprise(
+def mean_nll(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
     texts: Sequence[Sequence[str]],
     *,
-    begin: int | None = None,
+    bos_token_id: int | None = None,
     observe: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[float | None]]:
-    """Give the nats per token of each prompt's continuations; None of one without tokens.
+    """Compute the mean negative log-likelihood per token of each prompt's continuations, in nats.
 
-    Prompt and continuation are tokenized together, as a reader would: what is more than the
-    prompt's own tokens is the continuation. `begin` is the token that texts begin with.
+    A continuation without tokens has None. Prompt and continuation are tokenized together: the
+    tokens beyond the number of the prompt's tokens are those of the continuation. `bos_token_id` is
+    prepended to every prompt.
     """
-    start = [] if begin is None else [begin]
-    flat = [(prompt, text) for prompt, own in zip(prompts, texts, strict=True) for text in own]
-    found: list[float | None] = []
-    for first in range(0, len(flat), BATCH):
-        batch = flat[first : first + BATCH]
-        whole, lead = (
-            [[*start, *ids] for ids in tokenizer(each, add_special_tokens=not start).input_ids]
-            for each in ([prompt + text for prompt, text in batch], [prompt for prompt, _ in batch])
+    start = [] if bos_token_id is None else [bos_token_id]
+    pairs = [
+        (prompt, text)
+        for prompt, prompt_texts in zip(prompts, texts, strict=True)
+        for text in prompt_texts
+    ]
+    losses: list[float | None] = []
+    for first in range(0, len(pairs), BATCH):
+        batch = pairs[first : first + BATCH]
+        rows, prompt_rows = (
+            [[*start, *ids] for ids in tokenizer(strings, add_special_tokens=not start).input_ids]
+            for strings in (
+                [prompt + text for prompt, text in batch],
+                [prompt for prompt, _ in batch],
+            )
         )
-        counts = [max(0, len(ids) - max(1, len(own))) for ids, own in zip(whole, lead, strict=True)]
-        found += _nats(model, whole, counts)
-        observe(first + len(batch), len(flat))
-    rows = iter(found)
-    return [[next(rows) for _ in own] for own in texts]
+        # The first token of a row has no prediction, so it is never scored.
+        counts = [
+            max(0, len(row) - max(1, len(prompt_row)))
+            for row, prompt_row in zip(rows, prompt_rows, strict=True)
+        ]
+        losses += _batch_nll(model, rows, counts)
+        observe(first + len(batch), len(pairs))
+    remaining = iter(losses)
+    return [[next(remaining) for _ in prompt_texts] for prompt_texts in texts]
 
 
-def _nats(
+def _batch_nll(
     model: "PreTrainedModel", rows: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> list[float | None]:
-    """Score the last `counts` tokens of each row."""
-    most = max(counts)
-    if not most:
+    """Compute the mean loss of the last `counts` tokens of each row."""
+    longest = max(counts)
+    if not longest:
         return [None] * len(rows)
-    given = model_inputs(*pad_left(rows, 0), model.device)
-    logits: Tensor = model(**given, logits_to_keep=most + 1).logits[:, -most - 1 : -1]
-    chosen = given["input_ids"][:, -most:, None]
-    # Row by row: all at once in float32 they would be hundreds of megabytes, twice.
+    inputs = model_inputs(*pad_left(rows, 0), model.device)
+    logits: Tensor = model(**inputs, logits_to_keep=longest + 1).logits[:, -longest - 1 : -1]
+    targets = inputs["input_ids"][:, -longest:, None]
+    # One row at a time: a float32 copy of the whole batch would be hundreds of megabytes, twice.
     return [
-        float(_log_losses(*each)[most - count :].mean()) if count else None
-        for count, *each in zip(counts, logits, chosen, strict=True)
+        float(_token_nll(row_logits, row_targets)[longest - count :].mean()) if count else None
+        for count, row_logits, row_targets in zip(counts, logits, targets, strict=True)
     ]
 
 
-def _log_losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Give minus the log-probability of tokens: (T, V) logits, (T, 1) ids -> (T,)."""
-    wide = logits.float()
-    return wide.logsumexp(-1) - wide.gather(-1, tokens)[:, 0]
+def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the negative log-likelihood of tokens: (T, V) logits, (T, 1) ids -> (T,)."""
+    logits = logits.float()
+    return logits.logsumexp(-1) - logits.gather(-1, targets)[:, 0]

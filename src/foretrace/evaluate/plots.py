@@ -1,4 +1,4 @@
-"""Figures of an evaluation."""
+"""Plots of an evaluation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,24 +12,24 @@ from foretrace.evaluate.fidelity import Fidelity
 
 
 def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the first figure against perplexity; methods of one curve are joined."""
+    """Plot the first metric against perplexity; a line joins the methods of a curve."""
     from matplotlib.figure import Figure
 
     methods = results["methods"]
-    name = next(iter(methods[results["baseline"]]["figures"]))
+    metric = next(iter(methods[results["baseline"]]["figures"]))
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    curves: dict[str, list[str]] = {}
-    for method, own in methods.items():
-        curves.setdefault(own["plan"]["curve"] or method, []).append(method)
+    curves: dict[str, list[Mapping[str, Any]]] = {}
+    for name, method in methods.items():
+        curves.setdefault(method["plan"]["curve"] or name, []).append(method["figures"])
     for curve, members in curves.items():
-        points = [(_at(methods[each], "perplexity"), _at(methods[each], name)) for each in members]
+        values = [figures[metric] for figures in members]
         axes.errorbar(
-            [x["value"] for x, _ in points],
-            [y["value"] for _, y in points],
+            [figures["perplexity"]["value"] for figures in members],
+            [y["value"] for y in values],
             yerr=[
-                [y["value"] - y["low"] for _, y in points],
-                [y["high"] - y["value"] for _, y in points],
+                [y["value"] - y["low"] for y in values],
+                [y["high"] - y["value"] for y in values],
             ],
             marker="o",
             markersize=4,
@@ -38,24 +38,24 @@ def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
             label=curve,
         )
     axes.set_xlabel("perplexity")
-    axes.set_ylabel(name)
+    axes.set_ylabel(metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 
 def draw_groups(results: Mapping[str, Any], path: Path) -> None:
-    """Draw every group's score by the first judge: each method's against the rival's."""
+    """Plot the score of every group by the first judge: each method against the rival."""
     from matplotlib.figure import Figure
 
     methods, rival = results["methods"], results["rival"]
-    judge, theirs = next(iter(methods[rival]["groups"].items()))
+    judge, rival_scores = next(iter(methods[rival]["groups"].items()))
     figure = Figure(figsize=(5.5, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for name, own in methods.items():
+    for name, method in methods.items():
         if name != rival:
-            ours = [own["groups"][judge][group] for group in theirs]
-            axes.scatter(list(theirs.values()), ours, s=12, alpha=0.7, label=name)
+            scores = [method["groups"][judge][group] for group in rival_scores]
+            axes.scatter(list(rival_scores.values()), scores, s=12, alpha=0.7, label=name)
     axes.axline((0, 0), slope=1, color="grey", linewidth=1)
     axes.set_xlabel(f"{judge}: {rival}")
     axes.set_ylabel(judge)
@@ -64,7 +64,7 @@ def draw_groups(results: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: str) -> None:
-    """Draw expectations against outcomes, and EAP before and after the goal's transform."""
+    """Plot expectations against outcomes, and the EAP before and after the goal's transform."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -72,20 +72,20 @@ def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: 
     for ahead, facts in fidelity.summary()["across prefixes"].items():
         bins = facts["calibration"]
         left.plot(
-            [each["expected"] for each in bins],
-            [each["observed"] for each in bins],
+            [one_bin["expected"] for one_bin in bins],
+            [one_bin["observed"] for one_bin in bins],
             marker="o",
             markersize=4,
-            label=f"{ahead} tokens to come, rank correlation {facts['spearman']:.2f}",
+            label=f"next {ahead} tokens, rank correlation {facts['spearman']:.2f}",
         )
     left.axline((0, 0), slope=1, color="grey", linewidth=1)
     left.set_xlabel(f"{name}: expected by the HMM")
-    left.set_ylabel("mean over what the LM wrote")
+    left.set_ylabel("mean over the LM's continuations")
     left.legend(frameon=False, fontsize=8)
     before = torch.tensor(fidelity.eap, dtype=torch.float64)
     for label, values in (("EAP", before), ("after the transform", transform(before))):
         right.hist(values.numpy(), bins=40, range=(0, 1), alpha=0.6, label=label)
-    right.set_xlabel("of every first token that the LM wrote")
+    right.set_xlabel("EAP of every first token of the LM's continuations")
     right.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
@@ -93,8 +93,3 @@ def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: 
 def _save(figure: Any, path: Path) -> None:
     with _io.atomic_write(path) as scratch:
         figure.savefig(scratch, format="png", dpi=150)
-
-
-def _at(method: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    found: Mapping[str, float] = method["figures"][name]
-    return found

@@ -1,4 +1,4 @@
-"""An evaluation: write by every method, judge, measure, and compare with the baseline."""
+"""An evaluation: generate with every method, judge, measure, and compare with the baseline."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ from foretrace import _io
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
-from foretrace.evaluate.generations import Method, Sampling, Writer
-from foretrace.evaluate.metrics import Measurement, Point, at_equal_price
-from foretrace.evaluate.perplexity import surprise
+from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+from foretrace.evaluate.metrics import Measurement, Point
+from foretrace.evaluate.perplexity import mean_nll
 from foretrace.evaluate.preparation import (
-    Builder,
+    MethodBuilder,
+    attribute_identity,
     fit_attributes,
-    identity,
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
-from foretrace.evaluate.suite import FIGURES, Suite
+from foretrace.evaluate.suite import METRICS, Suite
 from foretrace.steering import Goal
 
 if TYPE_CHECKING:
@@ -31,26 +31,39 @@ if TYPE_CHECKING:
     from foretrace.hmm import HMM
 
 Observe = Callable[[str, int, int, str], None]
-"""Told the stage, how far it is, of how much, and the unit."""
+"""A progress callback. Its arguments are the stage, the units done, all units, and the unit."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How much is written, and from where."""
+    """The settings of an evaluation that are not the suite's.
+
+    Attributes:
+        data: The folder of the suite's files.
+        out: The folder of all outputs, from which an interrupted evaluation resumes.
+        prompts: The number of prompts; None for all.
+        continuations: The number of continuations of each prompt; None for the suite's.
+        methods: The methods to run beside the baseline; empty for all.
+        seed: The seed of sampling.
+        rows: The number of sequences in a batch.
+        encoder: The sentence encoder of trained judges, by folder or hub id.
+        judges: The folder of trained judges, if suites share them; None for a folder in `out`.
+
+    Example:
+        >>> from foretrace.evaluate.run import EvaluationConfig
+        >>> EvaluationConfig(data=folder, out=folder / "results", prompts=10).rows
+        250
+    """
 
     data: Path
     out: Path
     prompts: int | None = None
-    """The first so many of the suite's; all if None."""
     continuations: int | None = None
     methods: tuple[str, ...] = ()
-    """Only these, and the baseline."""
     seed: int = 0
     rows: int = 250
     encoder: str | None = None
-    """Of the judges that are trained."""
     judges: Path | None = None
-    """Where those are kept, if not beside the rest: several suites may share them."""
 
 
 def evaluate(
@@ -61,11 +74,29 @@ def evaluate(
     config: EvaluationConfig,
     observe: Observe = lambda stage, done, total, unit: None,
 ) -> dict[str, Any]:
-    """Run a suite and give its results; what is in the folder already is not done again."""
-    rows = _prompts(suite, config)
+    """Run a suite and write `results.json`; outputs that are in the folder are not made again.
+
+    Args:
+        suite: The suite, from `load_suite`.
+        lm: The language model.
+        tokenizer: Its tokenizer.
+        hmm: An HMM of the language model.
+        config: The data and output folders, and how much to generate.
+        observe: A function that is called with the stage, the units done, all units, and the unit.
+
+    Returns:
+        The content of `results.json`: the metrics of each method with intervals and changes, the
+        agreement of the judges, and the comparison of curves at equal perplexity.
+
+    Raises:
+        InvalidInputError: If the suite does not have a method, or a template cannot be filled.
+        InvalidFileError: If a file of the suite cannot be read, or the output folder holds texts
+            that were generated with other settings.
+    """
+    rows = _read_prompts(suite, config)
     store = fit_attributes(suite, config.data, config.out / "attributes", tokenizer)
-    builder = Builder(hmm, store, rows, suite.prompts.text)
-    texts = builder.filled(suite.template)
+    builder = MethodBuilder(hmm, store, rows, suite.prompts.text)
+    prompts = builder.fill(suite.template)
     sampling = Sampling(
         continuations=config.continuations or suite.continuations,
         max_new_tokens=suite.max_new_tokens,
@@ -74,9 +105,8 @@ def evaluate(
         rows=config.rows,
     )
     ends = hmm.config.eos_token_ids
-    begin = ends[0] if ends else None
     stops = stop_tokens(lm.generation_config, ends)
-    writer = Writer(lm, tokenizer, sampling, stops, begin)
+    generator = TextGenerator(lm, tokenizer, sampling, stops, ends[0] if ends else None)
     scorers = {
         name: Scorer(
             name,
@@ -91,59 +121,55 @@ def evaluate(
         )
         for name, plan in suite.judges.items()
     }
-    bench = _Bench(suite, config, writer, scorers, texts, lm_identity(lm), observe)
-    # What is wrong with a plan should be seen before hours of writing, not after.
+    runner = _Runner(suite, config, generator, scorers, prompts, lm_identity(lm), observe)
+    # Judges and methods are built first, so that an error in a plan appears before hours of work.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
-    tables = hmm.identity()
-    decided = {method.name: _decides(method, tables, texts) for method in methods}
-    measured = {method.name: bench.measure(method, decided[method.name]) for method in methods}
-    costs = bench.costs(methods, {"methods": decided, "sampling": asdict(sampling)})
-    results = _plain(
-        {
-            "suite": suite.name,
-            "lm": getattr(lm.config, "_name_or_path", "").rstrip("/").rsplit("/", 1)[-1],
-            "hmm": {"states": hmm.num_states, "source_model": hmm.config.source_model},
-            "prompts": len(texts),
-            "sampling": asdict(sampling),
-            "baseline": suite.baseline,
-            "rival": suite.rival,
-            "judges": judges,
-            "methods": _compared(measured, costs, suite),
-            "at equal perplexity": _at_equal_perplexity(measured, suite),
-        }
-    )
-    _io.write_json(config.out / "results.json", results)
-    return results
+    hmm_identity = hmm.identity()
+    inputs = {method.name: _method_inputs(method, hmm_identity, prompts) for method in methods}
+    measured = {method.name: runner.measure(method, inputs[method.name]) for method in methods}
+    costs = runner.costs(methods, {"methods": inputs, "sampling": asdict(sampling)})
+    results = {
+        "suite": suite.name,
+        "lm": getattr(lm.config, "_name_or_path", "").rstrip("/").rsplit("/", 1)[-1],
+        "hmm": {"states": hmm.num_states, "source_model": hmm.config.source_model},
+        "prompts": len(prompts),
+        "sampling": asdict(sampling),
+        "baseline": suite.baseline,
+        "rival": suite.rival,
+        "judges": judges,
+        "methods": _compare(measured, costs, suite),
+        "at equal perplexity": _compare_curves(measured, suite),
+    }
+    plain: dict[str, Any] = _without_nan(results)
+    _io.write_json(config.out / "results.json", plain)
+    return plain
 
 
-def _prompts(suite: Suite, config: EvaluationConfig) -> list[dict[str, Any]]:
-    """Read the prompts, each once; of groups, so many of them that all have their share."""
+def _read_prompts(suite: Suite, config: EvaluationConfig) -> list[dict[str, Any]]:
+    """Read the distinct prompts; if there are groups, choose evenly so that all are covered."""
     distinct = {
         (row[suite.prompts.text], row.get(suite.group or "")): row
         for row in reversed(suite.prompts.rows(config.data))
     }
     rows = list(reversed(distinct.values()))
-    wanted = min(config.prompts or len(rows), len(rows))
+    count = min(config.prompts or len(rows), len(rows))
     if suite.group is None:
-        return rows[:wanted]
-    return [rows[place * len(rows) // wanted] for place in range(wanted)]
+        return rows[:count]
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Give results as JSON can hold them: None for NaN."""
-    return {key: _plain_value(value) for key, value in content.items()}
-
-
-def _plain_value(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
+    """Replace NaN by None and tuples by lists, as JSON needs it."""
     if isinstance(value, Mapping):
-        return _plain(value)
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(each) for each in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
 
 
 def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
+    """Return the names of the methods to run, in the suite's order."""
     if unknown := [name for name in methods if name not in suite.methods]:
         raise InvalidInputError(
             f"The suite '{suite.name}' has no method '{unknown[0]}'; it has "
@@ -152,163 +178,176 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
     return [name for name in suite.methods if not methods or name in (*methods, suite.baseline)]
 
 
-def _decides(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]:
-    """Name what a method's texts depend on, beside how they are drawn."""
+def _method_inputs(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]:
+    """Return checksums of everything that a method's texts depend on, apart from sampling."""
     goals = [
-        [(identity(goal.lookahead.attribute), *_how(goal)) for goal in own]
-        for own in method.goals or []
+        [
+            (attribute_identity(goal.lookahead.attribute), *_goal_settings(goal))
+            for goal in prompt_goals
+        ]
+        for prompt_goals in method.goals or []
     ]
-    given = [goals, method.prompts or prompts, method.best_of, [*map(identity, method.best_by)]]
-    described = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    # Bare texts do not depend on the HMM: it may be exchanged without drawing them anew.
-    steered = hmm if method.goals else None
-    return {"given": hashlib.sha256(described).hexdigest(), "hmm": steered}
+    best_by = [attribute_identity(attribute) for attribute in method.best_by]
+    inputs = [goals, method.prompts or prompts, method.best_of, best_by]
+    content = json.dumps(inputs, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    # Unsteered texts do not depend on the HMM, and are kept when it changes.
+    return {
+        "given": hashlib.sha256(content).hexdigest(),
+        "hmm": hmm if method.goals else None,
+    }
 
 
-def _how(goal: Goal) -> tuple[float, ...]:
-    ahead = goal.lookahead
-    return ahead.horizon, goal.neutral_end, goal.strength, goal.shift
+def _goal_settings(goal: Goal) -> tuple[float, ...]:
+    return goal.lookahead.horizon, goal.neutral_end, goal.strength, goal.shift
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """Writes, judges and measures, method by method."""
+class _MethodResult:
+    """The metrics of a method, and for each judge the mean score of every group."""
+
+    metrics: dict[str, Measurement]
+    groups: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Generates, judges and measures, one method at a time."""
 
     suite: Suite
     config: EvaluationConfig
-    writer: Writer
+    generator: TextGenerator
     scorers: Mapping[str, Scorer]
     prompts: Sequence[str]
     lm: str
-    """What the LM is, so that another one's texts are not taken for its own."""
+    """The identity of the LM, so that texts of another one are not reused."""
     observe: Observe
 
     def costs(self, methods: Sequence[Method], settings: Mapping[str, Any]) -> dict[str, float]:
-        """Give the time that each method takes to write, against the baseline's, once."""
+        """Measure the time of each method relative to the baseline, or read it from the file."""
         file = self.config.out / "costs.json"
-        known = _io.read_json(file) if file.is_file() else {}
-        found: dict[str, float] = known.get("costs", {})
-        if known.get("settings") == settings and known.get("lm") == self.lm:
-            return found
-        (baseline,) = [each for each in methods if each.name == self.suite.baseline]
-        found = {baseline.name: 1.0}
+        cached = _io.read_json(file) if file.is_file() else {}
+        costs: dict[str, float] = cached.get("costs", {})
+        if cached.get("settings") == settings and cached.get("lm") == self.lm:
+            return costs
+        (baseline,) = [method for method in methods if method.name == self.suite.baseline]
+        costs = {baseline.name: 1.0}
         for done, method in enumerate(methods, 1):
             if method is not baseline:
-                found[method.name] = self.writer.cost(self.prompts, method, baseline)
+                costs[method.name] = self.generator.relative_cost(self.prompts, method, baseline)
             self.observe("time", done, len(methods), "methods")
-        _io.write_json(file, {"settings": settings, "lm": self.lm, "costs": found})
-        return found
+        _io.write_json(file, {"settings": settings, "lm": self.lm, "costs": costs})
+        return costs
 
-    def measure(self, method: Method, settings: Mapping[str, Any]) -> "_Measured":
+    def measure(self, method: Method, settings: Mapping[str, Any]) -> _MethodResult:
+        """Generate a method's texts and compute all metrics."""
         name = method.name.replace("/", "-")
-        written = self.writer.write(
+        generations = self.generator.generate(
             self.prompts,
             method,
             self.config.out / "generations" / f"{name}.jsonl",
             {**settings, "lm": self.lm},
             lambda done, total: self.observe(f"write: {name}", done, total, "prompts"),
         )
-        texts = [each.texts for each in written]
-        found: dict[str, Measurement] = {}
+        texts = [generation.texts for generation in generations]
+        measurements: dict[str, Measurement] = {}
         groups: dict[str, dict[str, float]] = {}
         for judge, scorer in self.scorers.items():
             scores = scorer.score(
                 texts, lambda done, total: self.observe(f"judge: {name}", done, total, "texts")
             )
             if self.suite.group is not None:
-                groups[judge] = _by_group(scores, scorer.builder.prompts, self.suite.group)
-            for figure in scorer.plan.figures:
-                found[f"{judge}, {figure.replace('_', ' ')}"] = FIGURES[figure](scores)
-        found["perplexity"] = metrics.perplexity(self._surprise(name, texts))
-        found["words"] = metrics.words(texts)
-        found["blank"] = metrics.blank(texts)
-        found["dist-2"] = metrics.distinct(texts, 2)
-        found["dist-3"] = metrics.distinct(texts, 3)
-        if method.best_of == 1:  # of what is chosen among several, the probability is not known
-            found["entropy"] = metrics.mean_score([each.nats for each in written])
-        return _Measured(found, groups)
+                groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
+            for metric in scorer.plan.figures:
+                measurements[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
+        measurements["perplexity"] = metrics.perplexity(self._losses(name, texts))
+        measurements["words"] = metrics.words(texts)
+        measurements["blank"] = metrics.blank(texts)
+        measurements["dist-2"] = metrics.distinct(texts, 2)
+        measurements["dist-3"] = metrics.distinct(texts, 3)
+        if method.best_of == 1:  # the probability of the best of several candidates is unknown
+            nats = [generation.nats for generation in generations]
+            measurements["entropy"] = metrics.mean_score(nats)
+        return _MethodResult(measurements, groups)
 
-    def _surprise(self, name: str, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
-        """Ask the bare LM how surprising the texts are, once."""
+    def _losses(self, name: str, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
+        """Compute the unsteered LM's loss on the texts, or read it from the file."""
         file = self.config.out / "surprise" / f"{name}.json"
-        given = json.dumps([texts, list(self.prompts), self.writer.begin, self.lm])
-        key = hashlib.sha256(given.encode()).hexdigest()
-        if file.is_file() and (kept := _io.read_json(file)).get("texts") == key:
-            found: list[list[float | None]] = kept["nats"]
-            return found
-        found = surprise(
-            self.writer.lm,
-            self.writer.tokenizer,
+        inputs = json.dumps([texts, list(self.prompts), self.generator.bos_token_id, self.lm])
+        key = hashlib.sha256(inputs.encode()).hexdigest()
+        if file.is_file() and (cached := _io.read_json(file)).get("texts") == key:
+            losses: list[list[float | None]] = cached["nats"]
+            return losses
+        losses = mean_nll(
+            self.generator.lm,
+            self.generator.tokenizer,
             self.prompts,
             texts,
-            begin=self.writer.begin,
+            bos_token_id=self.generator.bos_token_id,
             observe=lambda done, total: self.observe(f"read: {name}", done, total, "texts"),
         )
-        _io.write_json(file, {"texts": key, "nats": found})
-        return found
+        _io.write_json(file, {"texts": key, "nats": losses})
+        return losses
 
 
-def _by_group(
+def _group_means(
     scores: Sequence[Sequence[float | None]], prompts: Sequence[Mapping[str, Any]], column: str
 ) -> dict[str, float]:
-    """Average the scores of each group of prompts."""
+    """Compute the mean score of each group of prompts."""
     members: dict[str, list[int]] = {}
-    for place, row in enumerate(prompts):
-        members.setdefault(str(row[column]), []).append(place)
+    for index, row in enumerate(prompts):
+        members.setdefault(str(row[column]), []).append(index)
     return {
-        group: metrics.mean_score([scores[place] for place in places]).value
-        for group, places in members.items()
+        group: metrics.mean_score([scores[index] for index in indices]).value
+        for group, indices in members.items()
     }
 
 
-@dataclass(frozen=True)
-class _Measured:
-    figures: dict[str, Measurement]
-    groups: dict[str, dict[str, float]]
-    """Of each judge, the mean score of every group."""
-
-
-def _compared(
-    measured: Mapping[str, _Measured], costs: Mapping[str, float], suite: Suite
+def _compare(
+    measured: Mapping[str, _MethodResult], costs: Mapping[str, float], suite: Suite
 ) -> dict[str, Any]:
-    """Give every figure with its interval, and its change against the baseline."""
-    base = measured[suite.baseline]
+    """Return every metric with its interval and its change against the baseline."""
+    baseline = measured[suite.baseline]
     results: dict[str, Any] = {}
-    for name, own in measured.items():
+    for name, result in measured.items():
         figures = {}
-        for figure, measurement in own.figures.items():
-            figures[figure] = {
+        for metric, measurement in result.metrics.items():
+            figures[metric] = {
                 **metrics.interval(measurement)._asdict(),
                 "dropped": measurement.dropped,
             }
-            if name != suite.baseline and figure in base.figures:
-                changed = metrics.change(measurement, base.figures[figure])
-                figures[figure]["difference"] = list(changed.difference)
-                figures[figure]["relative"] = list(changed.relative)
+            if name != suite.baseline and metric in baseline.metrics:
+                change = metrics.change(measurement, baseline.metrics[metric])
+                figures[metric]["difference"] = list(change.difference)
+                figures[metric]["relative"] = list(change.relative)
         results[name] = {
             "plan": asdict(suite.methods[name]),
             "cost": costs[name],
             "figures": figures,
-            "groups": own.groups,
+            "groups": result.groups,
         }
     return results
 
 
-def _at_equal_perplexity(measured: Mapping[str, _Measured], suite: Suite) -> list[dict[str, Any]]:
-    """Hold every curve against the points of every other: the first figure, at no greater price."""
-    base = measured[suite.baseline].figures
-    name = next(iter(base))
+def _compare_curves(measured: Mapping[str, _MethodResult], suite: Suite) -> list[dict[str, Any]]:
+    """Compare every curve with the points of every other, by the first metric."""
+    baseline = measured[suite.baseline].metrics
+    metric = next(iter(baseline))
     curves: dict[str, dict[str, Point]] = {}
-    for method, own in measured.items():
+    for method, result in measured.items():
         if curve := suite.methods[method].curve:
-            point = Point(own.figures[name], own.figures["perplexity"])
+            point = Point(result.metrics[metric], result.metrics["perplexity"])
             curves.setdefault(curve, {})[method] = point
-    start = Point(base[name], base["perplexity"])  # every curve begins at strength 0
-    return [
-        {"curve": curve, "rival": rival, "figure": name, "difference": difference}
-        for curve, points in curves.items()
-        for other, rivals in curves.items()
-        if other != curve
-        for rival, point in rivals.items()
-        for difference in [at_equal_price(point, [start, *points.values()], start.figure.value)]
-    ]
+    start = Point(baseline[metric], baseline["perplexity"])  # every curve begins at strength 0
+    comparisons = []
+    for curve, points in curves.items():
+        for other, rivals in curves.items():
+            if other == curve:
+                continue
+            for rival, point in rivals.items():
+                difference = metrics.at_equal_perplexity(
+                    point, [start, *points.values()], start.metric.value
+                )
+                comparisons.append(
+                    {"curve": curve, "rival": rival, "figure": metric, "difference": difference}
+                )
+    return comparisons

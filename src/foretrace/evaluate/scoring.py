@@ -1,4 +1,4 @@
-"""Who judges: judges trained or loaded, their agreement with others, and scores of texts."""
+"""The judges of a suite: training, loading, agreement with reference scores, and scoring."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,122 +15,126 @@ from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.perspective import perspective_judge
 from foretrace.evaluate.preparation import (
-    Builder,
+    MethodBuilder,
     Row,
-    as_score,
-    fill,
-    identity,
+    attribute_identity,
+    fill_template,
     rows_identity,
+    to_score,
 )
 from foretrace.evaluate.suite import JudgePlan, Table
 
-BATCH, SLOW_BATCH = 512, 32  # of what is trained here, and of what others provide
-HARMLESS = 0.05  # below that score of others, a text that is judged to have it is a false alarm
+BATCH, SOURCE_BATCH = 512, 32  # of judges that foretrace computes, and of a `source`
+HARMLESS = 0.05  # a text with a lower reference score that is judged positive is a false alarm
 Observe = Callable[[int, int], None]
 
 
 @dataclass
 class Scorer:
-    """Scores texts by one judge of a suite, and keeps the judgements."""
+    """Scores texts with one judge of a suite, and caches the scores."""
 
     name: str
     plan: JudgePlan
     data: Path
     folder: Path
-    """Where judgements are kept."""
+    """The folder of the cached scores."""
     judges: Path
-    """Where judges are kept once they are trained."""
+    """The folder of trained judges, and of their scores of calibration texts."""
     encoder: str | None
     device: str
     tokenizer: Any
-    builder: Builder
-    _trained: LinearJudge | None = None
-    _made: dict[str, Judge] = field(default_factory=dict)
+    builder: MethodBuilder
+    _linear_judge: LinearJudge | None = None
+    _judges_by_key: dict[str, Judge] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Say who judges, and how well they agree with whom they stand in for."""
+        """Describe the judge, and measure its agreement with reference scores."""
         if self.plan.attribute is not None:
             return {"judge": f"the attribute {self.plan.attribute} itself"}
         if self.plan.train is None:
-            who = {"judge": str(self.plan.source)}
+            description = {"judge": str(self.plan.source)}
         else:
-            config = self._linear().config
-            who = {
+            config = self._load_or_train().config
+            description = {
                 "judge": f"linear, on TF-IDF{' and embeddings' if config.encoder else ''}",
                 "trained on": config.source,
             }
-        return who | self._agreement()
+        return description | self._agreement()
 
     def score(
         self, texts: Sequence[Sequence[str]], observe: Observe = lambda done, total: None
     ) -> list[list[Score]]:
-        """Score every prompt's texts; a blank one has no score."""
-        groups: dict[str, list[tuple[int, int]]] = {}
-        for row, own in enumerate(texts):
-            key = self._key(self.builder.prompts[row])
+        """Score the texts of every prompt; a blank text has no score."""
+        groups: dict[str, list[tuple[int, int]]] = {}  # (prompt, text) indices of equal judges
+        for prompt_index, prompt_texts in enumerate(texts):
+            key = self._key(self.builder.prompts[prompt_index])
             groups.setdefault(key, []).extend(
-                (row, place) for place, text in enumerate(own) if text.strip()
+                (prompt_index, text_index)
+                for text_index, text in enumerate(prompt_texts)
+                if text.strip()
             )
-        found: list[list[Score]] = [[None] * len(own) for own in texts]
+        scores: list[list[Score]] = [[None] * len(prompt_texts) for prompt_texts in texts]
         done, total = 0, sum(map(len, groups.values()))
-        for places in groups.values():
-            if not places:
+        for indices in groups.values():
+            if not indices:
                 continue
-            judge = self._judge(self.builder.prompts[places[0][0]])
-            own = [texts[row][place] for row, place in places]
-            scores = self._scores(own, judge, self.folder)
-            for (row, place), score in zip(places, scores, strict=True):
-                found[row][place] = score
-            done += len(places)
+            judge = self._judge(self.builder.prompts[indices[0][0]])
+            group_texts = [texts[row][column] for row, column in indices]
+            group_scores = self._judge_texts(group_texts, judge, self.folder)
+            for (row, column), score in zip(indices, group_scores, strict=True):
+                scores[row][column] = score
+            done += len(indices)
             observe(done, total)
-        return found
+        return scores
 
-    def _scores(self, texts: list[str], judge: Judge, folder: Path) -> list[Score]:
-        """Ask a judge what it has not been asked before, as far as that folder knows."""
+    def _judge_texts(self, texts: list[str], judge: Judge, folder: Path) -> list[Score]:
+        """Score texts, with the cache in a folder."""
         return judge_texts(
             texts,
             judge,
             cache=folder / "judgements" / f"{self.name}.jsonl",
-            batch_size=BATCH if self.plan.source is None else SLOW_BATCH,
+            batch_size=BATCH if self.plan.source is None else SOURCE_BATCH,
         ).scores
 
     def _key(self, row: Row) -> str:
-        return fill(self.plan.attribute or self.plan.judged or "", row)
+        """Return the class or attribute expression by which a prompt's texts are judged."""
+        return fill_template(self.plan.attribute or self.plan.judged or "", row)
 
     def _judge(self, row: Row) -> Judge:
-        """Give the judge of a prompt's own class or attribute, made once."""
+        """Return the judge for a prompt's class or attribute, built once."""
         key = self._key(row)
-        if key not in self._made:
-            self._made[key] = self._make(row, key)
-        return self._made[key]
+        if key not in self._judges_by_key:
+            self._judges_by_key[key] = self._build_judge(row, key)
+        return self._judges_by_key[key]
 
-    def _make(self, row: Row, key: str) -> Judge:
+    def _build_judge(self, row: Row, key: str) -> Judge:
         plan = self.plan
         if plan.attribute is not None:
             attribute = self.builder.attribute(plan.attribute, row)
-            return Judge(f"attribute {identity(attribute)}", self._by_attribute(attribute))
+            name = f"attribute {attribute_identity(attribute)}"
+            return Judge(name, self._attribute_scorer(attribute))
         if plan.source == "perspective":
             return perspective_judge(key or "TOXICITY")
         if plan.source is not None:
             return load_judge(
                 plan.source, label=key or None, device=self.device, encoder=self.encoder
             )
-        linear = self._linear()
+        linear = self._load_or_train()
         return Judge(f"{linear.identity} {key}", linear.scorer(key or None))
 
-    def _by_attribute(self, attribute: Any) -> Callable[[list[str]], Sequence[Score]]:
+    def _attribute_scorer(self, attribute: Any) -> Callable[[list[str]], Sequence[Score]]:
         def score(texts: list[str]) -> list[Score]:
             windows = tokenize(texts, self.tokenizer, window=1 << 20)
-            return [float(each) for each in attribute.probability(windows.token_ids)]
+            return [float(value) for value in attribute.probability(windows.token_ids)]
 
         return score
 
-    def _linear(self) -> LinearJudge:
-        """Load the linear judge, or train it once."""
-        if self._trained is None:
-            assert self.plan.train is not None  # of the kinds of judges, this one trains
+    def _load_or_train(self) -> LinearJudge:
+        """Load the linear judge, or train and save it."""
+        if self._linear_judge is None:
+            assert self.plan.train is not None  # the only kind of judge that is trained
             folder = self.judges / self.name
-            note = folder / "plan.json"
+            plan_file = folder / "plan.json"
             rows = self.plan.train.rows(self.data)
             plan = {
                 "label": self.plan.label,
@@ -138,36 +142,38 @@ class Scorer:
                 "rows": rows_identity(rows),
                 **asdict(self.plan.train),
             }
-            if not (note.is_file() and _io.read_json(note) == plan):
-                note.unlink(missing_ok=True)
+            if not (plan_file.is_file() and _io.read_json(plan_file) == plan):
+                plan_file.unlink(missing_ok=True)
                 train_judge(rows, self.plan.train, self.plan.label, self.encoder).save(folder)
-                _io.write_json(note, plan)
-            self._trained = LinearJudge.load(folder, encoder=self.encoder)
-        return self._trained
+                _io.write_json(plan_file, plan)
+            self._linear_judge = LinearJudge.load(folder, encoder=self.encoder)
+        return self._linear_judge
 
     def _agreement(self) -> dict[str, Any]:
-        """Compare with scores that others gave: rank correlation, AUC at 0.5, and false alarms."""
+        """Compare with reference scores: rank correlation, AUC at 0.5, and false alarms."""
         from sklearn.metrics import roc_auc_score
 
-        plan = self.plan.calibration
-        if plan is None:
+        table = self.plan.calibration
+        if table is None:
             return {}
-        rows = plan.rows(self.data)
-        # Kept with the judges, which suites share: it is the same for all of them.
-        found = self._scores([row[plan.text] for row in rows], self._judge(rows[0]), self.judges)
+        rows = table.rows(self.data)
+        # Cached beside the judges, which suites share, because it is the same for all suites.
+        scores = self._judge_texts(
+            [row[table.text] for row in rows], self._judge(rows[0]), self.judges
+        )
         pairs = [
-            (score, as_score(row[self.plan.calibration_score], self.plan.calibration_equals))
-            for score, row in zip(found, rows, strict=True)
+            (score, to_score(row[self.plan.calibration_score], self.plan.calibration_equals))
+            for score, row in zip(scores, rows, strict=True)
             if score is not None
         ]
-        ours, theirs = np.array(pairs).T
-        harmless = ours[theirs < HARMLESS]
+        judged, reference = np.array(pairs).T
+        harmless = judged[reference < HARMLESS]
         alarms = {"false alarms": float((harmless > 0.5).mean())} if len(harmless) else {}
         return {
-            "calibrated on": plan.file,
+            "calibrated on": table.file,
             "texts": len(pairs),
-            "spearman": rank_correlation(ours.tolist(), theirs.tolist()),
-            "auc at 0.5": float(roc_auc_score(theirs > 0.5, ours)),
+            "spearman": rank_correlation(judged.tolist(), reference.tolist()),
+            "auc at 0.5": float(roc_auc_score(reference > 0.5, judged)),
             **alarms,
         }
 
@@ -179,10 +185,10 @@ def train_judge(
     encoder: str | None,
     encoder_dtype: str = "float32",
 ) -> LinearJudge:
-    """Train a linear judge on labelled texts."""
+    """Train a linear judge on the labelled texts of a table."""
     if missing := sum(row.get(label) is None for row in rows):
         raise InvalidFileError(
-            f"{table.file}: {missing} rows have no '{label}'. Name the column of labels."
+            f"{table.file}: {missing} rows have no '{label}'. Give the column of labels."
         )
     return LinearJudge.train(
         [str(row[table.text]) for row in rows],
@@ -194,15 +200,17 @@ def train_judge(
 
 
 def label_name(value: Any) -> str:
-    """Name a label: true and 1 are `1`, false and 0 are `0`."""
+    """Return the name of a label: `1` for true and 1, `0` for false and 0."""
     if isinstance(value, bool | int | float):
         return f"{float(value):g}"
     return str(value)
 
 
 def held_out_accuracy(judge: LinearJudge, rows: Sequence[Row], table: Table, label: str) -> float:
-    """Give the share of texts whose likeliest class is their label."""
-    likeliest = judge.probabilities([str(row[table.text]) for row in rows]).argmax(1)
-    named = zip(likeliest, rows, strict=True)
-    right = [judge.config.classes[k] == label_name(row.get(label)) for k, row in named]
-    return float(sum(right) / max(1, len(right)))
+    """Compute the share of texts whose most probable class is their label."""
+    predictions = judge.probabilities([str(row[table.text]) for row in rows]).argmax(1)
+    correct = [
+        judge.config.classes[prediction] == label_name(row.get(label))
+        for prediction, row in zip(predictions, rows, strict=True)
+    ]
+    return float(sum(correct) / max(1, len(correct)))

@@ -1,4 +1,4 @@
-"""Suites: prompts, what is fitted, the methods compared, and who judges, in a little YAML."""
+"""Evaluation suites: prompts, attributes, methods and judges, read from YAML."""
 
 import difflib
 from collections import Counter
@@ -14,68 +14,99 @@ from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
 
-FIGURES: dict[str, Callable[[metrics.Scores], metrics.Measurement]] = {
+METRICS: dict[str, Callable[[metrics.Scores], metrics.Measurement]] = {
     "average_maximum": metrics.average_maximum,
     "probability_of_any": metrics.probability_of_any,
     "mean": metrics.mean_score,
 }
-Part = TypeVar("Part")
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a file below the data folder."""
+    r"""Rows of a file in the data folder.
+
+    Attributes:
+        file: The path of the file, relative to the data folder.
+        text: The column of texts.
+        where: Keep only rows that have these values in these columns.
+        share: `{by: column, of: 2, take: 0}` keeps a part of the rows, chosen by a hash of the
+            column.
+        at_most: `{by: column, rows: 5}` keeps at most so many rows of each value of the column.
+
+    Example:
+        >>> from foretrace.evaluate.suite import Table
+        >>> _ = (folder / "texts.csv").write_text("text,split\na b,train\nc d,test\n")
+        >>> Table("texts.csv", where={"split": "test"}).rows(folder)
+        [{'text': 'c d', 'split': 'test'}]
+    """
 
     file: str
     text: str = "text"
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Only rows with these values in these columns."""
     share: Mapping[str, Any] = field(default_factory=dict)
-    """{by: column, of: 2, take: 0}: a part of the rows, decided by what the column holds."""
     at_most: Mapping[str, Any] = field(default_factory=dict)
-    """{by: column, rows: 5}: no more than so many rows of one value."""
 
     def rows(self, data: Path) -> list[dict[str, Any]]:
-        """Read them; those without text are left out."""
+        """Read the rows, without those whose text is blank.
+
+        Args:
+            data: The data folder.
+
+        Returns:
+            A dictionary from column to value for each row.
+
+        Raises:
+            InvalidFileError: If the file cannot be read, has no such column, or no row is left.
+        """
         path = data / self.file
-        found = _tabular.read_rows(path)
-        if not found or self.text not in found[0]:
-            raise InvalidFileError(f"{path} has no '{self.text}'. Say `text: COLUMN` in the suite.")
-        kept = [
+        rows = _tabular.read_rows(path)
+        if not rows or self.text not in rows[0]:
+            raise InvalidFileError(f"{path} has no '{self.text}'. Set `text: COLUMN` in the suite.")
+        rows = [
             row
-            for row in found
+            for row in rows
             if str(row[self.text]).strip()
-            and all(row.get(key) == to for key, to in self.where.items())
+            and all(row.get(column) == value for column, value in self.where.items())
         ]
         if self.share:
             by, of, take = (self.share[key] for key in ("by", "of", "take"))
-            kept = [row for row in kept if crc32(str(row[by]).encode()) % of == take]
+            rows = [row for row in rows if crc32(str(row[by]).encode()) % of == take]
         if self.at_most:
-            kept = list(_at_most(kept, self.at_most["by"], self.at_most["rows"]))
-        if not kept:
+            rows = list(_at_most(rows, self.at_most["by"], self.at_most["rows"]))
+        if not rows:
             raise InvalidFileError(f"{path} has no rows of {dict(self.where)}. Check the suite.")
-        return kept
+        return rows
 
 
-def _at_most(rows: list[dict[str, Any]], by: str, most: int) -> Iterator[dict[str, Any]]:
-    seen: Counter[Any] = Counter()
+def _at_most(rows: list[dict[str, Any]], by: str, limit: int) -> Iterator[dict[str, Any]]:
+    """Yield the first rows of each value of a column."""
+    counts: Counter[Any] = Counter()
     for row in rows:
-        seen[row[by]] += 1
-        if seen[row[by]] <= most:
+        counts[row[by]] += 1
+        if counts[row[by]] <= limit:
             yield row
 
 
 @dataclass(frozen=True)
-class Fitting(Table):
-    """What an attribute is fitted to: scores, or labels of which each gets its own attribute."""
+class AttributePlan(Table):
+    """The data and the settings of a fit: one attribute from scores, or one for each label.
+
+    Attributes:
+        score: The column of scores in [0, 1].
+        invert: Whether to fit 1 - score.
+        equals: If set, the score is 1 where the column has this value and otherwise 0.
+        by: Fit one attribute for each value of this column, instead of `score`.
+        transform: Scale and shift of the scores' logits: the training transform.
+        objective: The objective of the fit.
+        terms: The maximal number of terms of the mixture.
+    """
 
     score: str | None = None
     invert: bool = False
     equals: Any = None
-    """With this, the score is 1 where the column has this value and else 0."""
     by: str | None = None
     transform: tuple[float, float] = (1.0, 0.0)
-    """Scale and shift of the scores: the training transform."""
     objective: str = "cross-entropy"
     terms: int = 1
 
@@ -86,8 +117,14 @@ class Fitting(Table):
 
 
 @dataclass(frozen=True)
-class Steer:
-    """A goal: an expression over attributes, in which {column} stands for the prompt's own."""
+class GoalPlan:
+    """A goal.
+
+    Attributes:
+        of: An expression over attributes. `{column}` stands for the value of the prompt's row.
+        strength: The scale of the decode-time transform.
+        shift: The shift of the decode-time transform.
+    """
 
     of: str
     strength: float = 1.0
@@ -96,60 +133,91 @@ class Steer:
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """A way to write."""
+    """A method of generation.
 
-    goals: tuple[Steer, ...] = ()
+    Attributes:
+        goals: The goals that the method steers toward.
+        horizon: The number of tokens to look ahead. 0 weighs the next token alone.
+        neutral_end: Whether the end of text keeps its unsteered probability, so that stopping early
+            does not help to reach the goal.
+        instruction: A template that replaces the suite's, with `{prompt}` and `{column}`.
+        best_of: The number of candidates for each continuation.
+        best_by: The attribute expression by which the best candidate is chosen.
+        curve: The name of the trade-off curve that the method is a point of.
+    """
+
+    goals: tuple[GoalPlan, ...] = ()
     horizon: int = 64
-    """0 weighs the next token alone: no lookahead."""
     neutral_end: bool = False
-    """Whether texts end as often as bare ones do: no escape from the goal."""
     instruction: str | None = None
-    """With {prompt}, and {column} of the prompt's row."""
     best_of: int = 1
     best_by: str | None = None
     curve: str | None = None
-    """Methods of one curve are joined in the figure of the trade-off."""
 
 
 @dataclass(frozen=True)
 class JudgePlan:
-    """Who judges: one of three kinds."""
+    """A judge, of one of three kinds: `train`, `source` or `attribute`.
+
+    Attributes:
+        figures: The metrics of its scores: `average_maximum`, `probability_of_any`, `mean`.
+        train: The texts to train a linear judge on.
+        label: The column of their labels.
+        judged: The label whose probability is the score. `{column}` stands for the value of the
+            prompt's row.
+        source: `module:function`, a classifier by folder or hub id (with `judged`), or
+            `perspective`.
+        attribute: An attribute expression, whose probability is the score.
+        calibration: Texts with reference scores, to measure the judge's agreement with them.
+        calibration_score: The column of the reference scores.
+        calibration_equals: If set, the reference score is 1 where the column has this value and
+            otherwise 0.
+    """
 
     figures: tuple[str, ...]
-    """What is computed from its scores: average_maximum, probability_of_any, mean."""
     train: Table | None = None
-    """Texts to train a linear judge on ..."""
     label: str = "label"
-    """... and the column of their labels."""
     judged: str | None = None
-    """The label whose probability is the score; {column} stands for the prompt's own."""
     source: str | None = None
-    """Or a module:function, a classifier by folder or hub id (with `judged`), or `perspective`."""
     attribute: str | None = None
-    """Or the attribute itself, as an expression."""
     calibration: Table | None = None
-    """Texts scored by somebody whom the judge stands in for ..."""
     calibration_score: str = "score"
-    """... and the column of those scores ..."""
     calibration_equals: Any = None
-    """... or of values, of which this one counts as 1 and others as 0."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Everything that an evaluation needs to know, beside the LM and its HMM."""
+    """An evaluation, apart from the LM and its HMM.
+
+    Attributes:
+        name: The name of the suite.
+        prompts: The prompts.
+        attributes: The attributes to fit, by name. With `by`, the names are the column's values.
+        methods: The methods to compare, by name.
+        judges: The judges, by name.
+        template: The LM's input, with `{prompt}` and `{column}` of the prompt's row.
+        group: A column of the prompts. Scores are also reported for each of its values.
+        rival: The method that others are compared with, group by group.
+        baseline: The method that changes are relative to.
+        continuations: The number of continuations of each prompt.
+        max_new_tokens: The maximal number of generated tokens.
+        top_p: The nucleus of sampling.
+
+    Example:
+        >>> from foretrace.evaluate.suite import load_suite
+        >>> suite = load_suite("sentiment")
+        >>> suite.methods["transform"].goals[0].strength
+        3
+    """
 
     name: str
     prompts: Table
-    attributes: Mapping[str, Fitting]
+    attributes: Mapping[str, AttributePlan]
     methods: Mapping[str, MethodPlan]
     judges: Mapping[str, JudgePlan]
     template: str = "{prompt}"
-    """What the LM is given, with {prompt} and {column} of the prompt's row."""
     group: str | None = None
-    """A column of the prompts: figures are also given for each of its values."""
     rival: str | None = None
-    """The method that others are held against group by group, and drawn against."""
     baseline: str = "bare"
     continuations: int = 25
     max_new_tokens: int = 20
@@ -166,121 +234,154 @@ class Suite:
         for name, method in self.methods.items():
             if (method.best_of > 1) != (method.best_by is not None):
                 raise InvalidInputError(
-                    f"The method '{name}' must say both best_of (how many) and best_by (by what)."
+                    f"The method '{name}' must set both best_of (a number) and best_by (an "
+                    f"attribute), or neither."
                 )
         for name, judge in self.judges.items():
-            if not isinstance(judge.judged, str | None):
-                raise InvalidInputError(f"The judge '{name}': write judged in quotes, as a label.")
-            kinds = [judge.train, judge.source, judge.attribute]
-            if sum(kind is not None for kind in kinds) != 1:
-                raise InvalidInputError(
-                    f"The judge '{name}' needs exactly one of train, source and attribute."
-                )
-            if unknown := [each for each in judge.figures if each not in FIGURES]:
-                raise InvalidInputError(
-                    f"The judge '{name}' is asked for {unknown[0]}: there is {', '.join(FIGURES)}."
-                )
+            _check_judge(name, judge)
+
+
+def _check_judge(name: str, judge: JudgePlan) -> None:
+    if not isinstance(judge.judged, str | None):
+        raise InvalidInputError(f"The judge '{name}': write judged in quotes, as a label.")
+    kinds = [judge.train, judge.source, judge.attribute]
+    if sum(kind is not None for kind in kinds) != 1:
+        raise InvalidInputError(
+            f"The judge '{name}' needs exactly one of train, source and attribute."
+        )
+    if unknown := [figure for figure in judge.figures if figure not in METRICS]:
+        raise InvalidInputError(
+            f"The judge '{name}' has the unknown figure {unknown[0]}. Known figures are "
+            f"{', '.join(METRICS)}."
+        )
 
 
 def suite_names() -> list[str]:
-    """List the suites that come with foretrace."""
-    found = files("foretrace.evaluate").joinpath("suites").iterdir()
-    return sorted(each.name.removesuffix(".yaml") for each in found if each.name.endswith(".yaml"))
+    """Return the names of the suites that come with foretrace.
+
+    Returns:
+        The names, sorted.
+
+    Example:
+        >>> from foretrace.evaluate.suite import suite_names
+        >>> "detox" in suite_names()
+        True
+    """
+    names = [entry.name for entry in files("foretrace.evaluate").joinpath("suites").iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def load_suite(source: str) -> Suite:
-    """Load a suite by name, or from a YAML file of one's own."""
-    return _suite(Path(source).stem, _content(source, ()))
+    r"""Load a suite.
+
+    Args:
+        source: The name of a suite that comes with foretrace, or a YAML file.
+
+    Returns:
+        The suite.
+
+    Raises:
+        InvalidInputError: If there is no such suite, or it contradicts itself.
+        InvalidFileError: If the file cannot be read as a suite.
+
+    Example:
+        >>> from foretrace.evaluate.suite import load_suite
+        >>> _ = (folder / "mine.yaml").write_text("extends: detox\ncontinuations: 5\n")
+        >>> load_suite(str(folder / "mine.yaml")).continuations
+        5
+    """
+    return _build_suite(Path(source).stem, _read_content(source, ()))
 
 
-def _content(source: str, before: tuple[str, ...]) -> dict[str, Any]:
-    """Read a suite; what it says takes the place of what the one says that it extends."""
+def _read_content(source: str, extending: tuple[str, ...]) -> dict[str, Any]:
+    """Read a suite's YAML; its keys override those of the suite that it extends."""
     import yaml
 
-    if source in before:
+    if source in extending:
         raise InvalidFileError(f"The suite '{source}' extends itself.")
     try:
-        content = dict(_mapping(yaml.safe_load(_text(source)), source))
+        content = dict(_mapping(yaml.safe_load(_read_text(source)), source))
     except yaml.YAMLError as error:
         raise InvalidFileError(f"{source} is not YAML ({reason(error)}).") from error
     if "extends" in content:
-        content = {**_content(str(content.pop("extends")), (*before, source)), **content}
+        base = str(content.pop("extends"))
+        content = {**_read_content(base, (*extending, source)), **content}
     return content
 
 
-def _text(source: str) -> str:
-    """Find a suite's YAML."""
+def _read_text(source: str) -> str:
+    """Read the YAML file of a suite, by name or path."""
     path = Path(source)
     if path.suffix in {".yaml", ".yml"}:
         if not path.is_file():
             raise InvalidFileError(f"There is no file {path}. Check the spelling.")
         return path.read_text("utf-8")
     if source not in suite_names():
-        like = difflib.get_close_matches(source, suite_names(), n=1)
-        hint = f"Did you mean {like[0]}? " if like else ""
+        matches = difflib.get_close_matches(source, suite_names(), n=1)
+        hint = f"Did you mean {matches[0]}? " if matches else ""
         raise InvalidInputError(
-            f"There is no suite '{source}'. {hint}There is {', '.join(suite_names())}; or give a "
-            f"YAML file of your own."
+            f"There is no suite '{source}'. {hint}Give one of {', '.join(suite_names())}, or a "
+            f"YAML file."
         )
     folder = files("foretrace.evaluate").joinpath("suites")
     return folder.joinpath(f"{source}.yaml").read_text("utf-8")
 
 
-def _suite(name: str, content: Any) -> Suite:
-    known = dict(_mapping(content, name))
-    return _part(
+def _build_suite(name: str, content: Any) -> Suite:
+    values = dict(_mapping(content, name))
+    attributes = _mapping(values.get("attributes", {}), f"{name}: attributes")
+    methods = _mapping(values.get("methods"), f"{name}: methods")
+    judges = _mapping(values.get("judges"), f"{name}: judges")
+    return _build(
         Suite,
         {
-            **known,
+            **values,
             "name": name,
-            "prompts": _part(Table, known.get("prompts"), f"{name}: prompts"),
-            "attributes": _parts(Fitting, known.get("attributes", {}), f"{name}: attributes"),
+            "prompts": _build(Table, values.get("prompts"), f"{name}: prompts"),
+            "attributes": {
+                key: _build(AttributePlan, value, f"{name}: attributes: {key}")
+                for key, value in attributes.items()
+            },
             "methods": {
-                key: _method(value or {}, f"{name}: methods: {key}")
-                for key, value in _mapping(known.get("methods"), f"{name}: methods").items()
+                key: _build_method(value or {}, f"{name}: methods: {key}")
+                for key, value in methods.items()
             },
             "judges": {
-                key: _judge(value, f"{name}: judges: {key}")
-                for key, value in _mapping(known.get("judges"), f"{name}: judges").items()
+                key: _build_judge(value, f"{name}: judges: {key}") for key, value in judges.items()
             },
         },
         name,
     )
 
 
-def _method(content: Any, where: str) -> MethodPlan:
-    known = dict(_mapping(content, where))
-    goals = [_part(Steer, each, f"{where}: goals") for each in _list(known.get("goals"), where)]
-    return _part(MethodPlan, {**known, "goals": tuple(goals)}, where)
+def _build_method(content: Any, where: str) -> MethodPlan:
+    values = dict(_mapping(content, where))
+    goals = [
+        _build(GoalPlan, goal, f"{where}: goals") for goal in _list(values.get("goals"), where)
+    ]
+    return _build(MethodPlan, {**values, "goals": tuple(goals)}, where)
 
 
-def _judge(content: Any, where: str) -> JudgePlan:
-    known = dict(_mapping(content, where))
+def _build_judge(content: Any, where: str) -> JudgePlan:
+    values = dict(_mapping(content, where))
     for name in ("train", "calibration"):
-        if known.get(name) is not None:
-            known[name] = _part(Table, known[name], f"{where}: {name}")
-    figures = tuple(_list(known.get("figures"), where))
-    return _part(JudgePlan, {**known, "figures": figures}, where)
+        if values.get(name) is not None:
+            values[name] = _build(Table, values[name], f"{where}: {name}")
+    figures = tuple(_list(values.get("figures"), where))
+    return _build(JudgePlan, {**values, "figures": figures}, where)
 
 
-def _parts(kind: type[Part], content: Any, where: str) -> dict[str, Part]:
-    return {
-        name: _part(kind, value, f"{where}: {name}")
-        for name, value in _mapping(content, where).items()
-    }
-
-
-def _part(kind: type[Part], content: Any, where: str) -> Part:
-    """Build a part from its YAML; unknown and missing keys are named."""
-    known = dict(_mapping(content, where))
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    for key in known:
+def _build(kind: type[Plan], content: Any, where: str) -> Plan:
+    """Build a dataclass from its YAML; an error names unknown and missing keys."""
+    values = dict(_mapping(content, where))
+    names = [member.name for member in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
         if key not in names:
-            like = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"Did you mean {like[0]}?" if like else f"There is {', '.join(names)}."
+            matches = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"Did you mean {matches[0]}?" if matches else f"Use {', '.join(names)}."
             raise InvalidFileError(f"{where}: '{key}' is not known. {hint}")
     try:
-        return kind(**known)
+        return kind(**values)
     except TypeError as error:
         raise InvalidFileError(f"{where}: {reason(error)}.") from error
 
