@@ -92,6 +92,12 @@ class LinearJudge:
         ('kind', 'rude')
         >>> judge.probabilities(["you fool"]).shape
         (1, 2)
+        >>> rude, kind = judge.scorer("rude")(["you fool", "thank you"])
+        >>> rude > 0.5 > kind
+        True
+        >>> judge.save(folder / "judge")
+        >>> LinearJudge.load(folder / "judge").identity == judge.identity
+        True
     """
 
     def __init__(
@@ -193,14 +199,6 @@ class LinearJudge:
 
         Raises:
             InvalidInputError: If the judge does not have the class.
-
-        Example:
-            >>> from foretrace.evaluate.linear_judge import LinearJudge
-            >>> texts = ["you fool", "thank you", "you idiot", "thanks a lot"]
-            >>> judge = LinearJudge.train(texts, ["rude", "kind", "rude", "kind"])
-            >>> rude, kind = judge.scorer("rude")(["you fool", "thank you"])
-            >>> rude > 0.5 > kind
-            True
         """
         classes = self.config.classes
         if label is None and len(classes) == 2:
@@ -222,14 +220,6 @@ class LinearJudge:
 
         Args:
             folder: The folder to write; it is created if necessary.
-
-        Example:
-            >>> from foretrace.evaluate.linear_judge import LinearJudge
-            >>> LinearJudge.train(["you fool", "thank you"], ["1", "0"]).save(folder / "judge")
-            >>> sorted(path.name for path in (folder / "judge").iterdir())
-            ['judge.json', 'judge.safetensors']
-            >>> LinearJudge.load(folder / "judge").config.classes
-            ('0', '1')
         """
         content = {"format_version": FORMAT_VERSION, **asdict(self.config)}
         arrays = {"idf": self.idf, "weights": self.weights, "intercepts": self.intercepts}
