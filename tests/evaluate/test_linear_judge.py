@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from foretrace.errors import InvalidFileError, InvalidInputError
-from foretrace.evaluate.judges import load_judge
+from foretrace.evaluate.judges import judge_texts, load_judge
 from foretrace.evaluate.linear_judge import CONFIG, TENSORS, LinearJudge, LinearJudgeConfig
 
 RUDE, KIND, DULL = "you are awful and stupid", "what a lovely kind day", "the table is brown"
@@ -120,6 +121,23 @@ def test_a_judge_without_embeddings_ignores_the_encoder(
     save_small_judge(tmp_path)
     assert load_judge(str(tmp_path), encoder="my-encoder").score(["x"]) == [0.5]
     assert encoder.loaded == []
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_paths_may_be_strings(
+    tmp_path: Path, kind: Callable[[Path], str | Path], encoder: type[RecordingEncoder]
+) -> None:
+    config = LinearJudgeConfig(("0", "1"), "e", buckets=8)
+    zeros = (np.zeros(shape, np.float32) for shape in (16, (1, 20), 1))
+    LinearJudge(config, *zeros).save(kind(tmp_path / "judge"))
+    judge = LinearJudge.load(kind(tmp_path / "judge"), encoder=kind(tmp_path / "encoder"))
+    assert judge.config.encoder == str(tmp_path / "encoder")
+    loaded = load_judge(kind(tmp_path / "judge"), encoder=kind(tmp_path / "encoder"))
+    cache = tmp_path / "scores.jsonl"
+    assert judge_texts(["x"], loaded, cache=kind(cache)).scores == [0.5]
+    assert len(cache.read_text().splitlines()) == 1
+    trained = LinearJudge.train(["a", "b"], ["0", "1"], encoder=kind(tmp_path / "encoder"))
+    assert trained.config.encoder == str(tmp_path / "encoder")
 
 
 def test_an_encoder_of_another_width_is_refused(

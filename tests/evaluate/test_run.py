@@ -15,9 +15,11 @@ from foretrace import cli
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.perplexity import mean_nll
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
+from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import load_suite
 from foretrace.hmm import HMM
 from tiny_lm import tiny_hmm, word_tokenizer
@@ -86,8 +88,8 @@ def hmm() -> HMM:
     return tiny_hmm(word_tokenizer())
 
 
-def run(data: Path, out: Path, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
-    suite = load_suite(str(data / "mine.yaml"))
+def run(data: Path, out: Path | str, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
+    suite = load_suite(data / "mine.yaml")
     config = EvaluationConfig(data, out, rows=16, **options)
     return evaluate(suite, lm, word_tokenizer(), hmm, config)
 
@@ -139,7 +141,7 @@ def test_a_finished_run_generates_nothing(
 ) -> None:
     out, results = done
     monkeypatch.delattr(Sampler, "draw")
-    assert run(data, out, lm, hmm) == results
+    assert run(data, str(out), lm, hmm, judges=str(out / "judges")) == results
 
 
 def test_an_interrupted_run_resumes_with_the_same_results(
@@ -161,9 +163,26 @@ def test_an_interrupted_run_resumes_with_the_same_results(
         run(data, tmp_path, lm, hmm, methods=("stered",))
 
 
+def test_calibration_scores_are_kept_beside_the_judge(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = load_suite(data / "mine.yaml").judges["high"]
+
+    def describe(suite: str) -> dict[str, Any]:
+        builder: Any = None  # needed for generated texts only
+        folders = (data, tmp_path / suite, tmp_path / "judges")
+        scorer = Scorer("high", plan, *folders, None, "cpu", word_tokenizer(), builder)
+        return scorer.describe()
+
+    first = describe("one suite")
+    monkeypatch.delattr(LinearJudge, "train")
+    monkeypatch.delattr(LinearJudge, "probabilities")
+    assert describe("another suite") == first
+
+
 def test_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) -> None:
     out, results = done
-    text = write_report(results, out).read_text()
+    text = write_report(results, str(out)).read_text()
     assert all(f"| {name} |" in text for name in METHODS)
     assert "trade-off.png" in text
     assert (out / "trade-off.png").read_bytes().startswith(b"\x89PNG")

@@ -41,6 +41,7 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
     assert suite.name == "mine"
     assert suite.attributes["polite"].affine.scale == 2
     assert suite.methods["steered"].goals[0].strength == 2
+    assert load_suite(file) == suite
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_rows_are_chosen_by_their_values(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert len(Table("rows.jsonl").rows(tmp_path)) == 19  # without the blank row
+    assert Table("rows.jsonl").rows(str(tmp_path)) == Table("rows.jsonl").rows(tmp_path)
     chosen = Table("rows.jsonl", where={"split": "test"}, at_most={"by": "role", "rows": 2})
     assert [row["text"] for row in chosen.rows(tmp_path)] == ["t1", "t2", "t4", "t5"]
     shares = [

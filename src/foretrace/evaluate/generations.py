@@ -1,5 +1,6 @@
 """Generation of many continuations: in batches, kept in a file, and resumable."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class TextGenerator:
         self,
         prompts: Sequence[str],
         method: Method,
-        file: Path,
+        file: str | os.PathLike[str],
         settings: Mapping[str, Any],
         observe: Observe = lambda done, total: None,
     ) -> list[Generation]:
@@ -145,6 +146,7 @@ class TextGenerator:
         Raises:
             InvalidFileError: If the file was written with other settings.
         """
+        file = Path(file)
         settings = {**settings, "sampling": asdict(self.sampling), "method": method.name}
         generations = _read(file, settings)
         inputs = method.prompts or prompts

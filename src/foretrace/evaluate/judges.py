@@ -5,6 +5,7 @@ A judgement that fails is left out and counted. It is never a score.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -64,12 +65,12 @@ class Judgements(NamedTuple):
 
 
 def load_judge(
-    source: str,
+    source: str | os.PathLike[str],
     *,
     label: str | None = None,
     zero_shot: bool = False,
     device: str = "cpu",
-    encoder: str | None = None,
+    encoder: str | os.PathLike[str] | None = None,
 ) -> Judge:
     """Load a judge.
 
@@ -94,14 +95,15 @@ def load_judge(
         >>> from foretrace.evaluate import load_judge
         >>> from foretrace.evaluate.linear_judge import LinearJudge
         >>> LinearJudge.train(["you fool", "thank you"], ["1", "0"]).save(folder / "rude")
-        >>> load_judge(str(folder / "rude")).score(["you fool"])[0] > 0.5
+        >>> load_judge(folder / "rude").score(["you fool"])[0] > 0.5
         True
     """
+    source = os.fspath(source)
     module, colon, function = source.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), function)):
         return Judge(source, _import_function(module, function))
     if (Path(source) / linear_judge.CONFIG).is_file():
-        linear = linear_judge.LinearJudge.load(Path(source), encoder=encoder)
+        linear = linear_judge.LinearJudge.load(source, encoder=encoder)
         return Judge(f"{linear.identity} {label}", linear.scorer(label))
     if label is None:
         raise InvalidInputError(
@@ -122,7 +124,7 @@ def judge_texts(
     texts: Sequence[str],
     judge: Judge,
     *,
-    cache: Path | None = None,
+    cache: str | os.PathLike[str] | None = None,
     batch_size: int = BATCH,
     observe: Observe = lambda done, total: None,
 ) -> Judgements:
@@ -151,6 +153,7 @@ def judge_texts(
         >>> judge_texts(["HELLO", "hello"], shout, cache=folder / "scores.jsonl").scores
         [1.0, 0.0]
     """
+    cache = None if cache is None else Path(cache)
     scores = {} if cache is None else _read_cache(cache)
     keys = [hashlib.sha256(f"{judge.name}\0{text}".encode()).hexdigest() for text in texts]
     missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in scores}

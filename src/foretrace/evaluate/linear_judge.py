@@ -4,6 +4,7 @@ A judge is saved as safetensors and JSON, without pickle. Features are hashed, s
 vocabulary to save.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -112,7 +113,7 @@ class LinearJudge:
         texts: Sequence[str],
         labels: Sequence[str],
         *,
-        encoder: str | None = None,
+        encoder: str | os.PathLike[str] | None = None,
         encoder_dtype: str = "float32",
         source: str = "",
         regularisation: float = 1.0,
@@ -144,7 +145,7 @@ class LinearJudge:
             )
         config = LinearJudgeConfig(
             classes,
-            encoder,
+            None if encoder is None else os.fspath(encoder),
             encoder_dtype,
             source=source,
             regularisation=regularisation,
@@ -215,19 +216,22 @@ class LinearJudge:
         """A name that depends on the judge's weights, under which judgements are cached."""
         return f"linear-{_io.checksum(torch.from_numpy(self.weights)):08x}"
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the judge as `judge.json` and `judge.safetensors`.
 
         Args:
             folder: The folder to write; it is created if necessary.
         """
+        folder = Path(folder)
         content = {"format_version": FORMAT_VERSION, **asdict(self.config)}
         arrays = {"idf": self.idf, "weights": self.weights, "intercepts": self.intercepts}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         _io.write_tensors_and_json(folder / TENSORS, tensors, {}, folder / CONFIG, content)
 
     @classmethod
-    def load(cls, folder: Path, *, encoder: str | None = None) -> Self:
+    def load(
+        cls, folder: str | os.PathLike[str], *, encoder: str | os.PathLike[str] | None = None
+    ) -> Self:
         """Load a judge that `save` wrote.
 
         The encoder that the file names is never loaded on the file's word: loading a judge from
@@ -245,6 +249,7 @@ class LinearJudge:
             InvalidFileError: If the files are missing or malformed.
             InvalidInputError: If the judge uses embeddings and no encoder is given.
         """
+        folder = Path(folder)
         config = _read_config(folder / CONFIG)
         if config.encoder is not None:
             if encoder is None:
@@ -254,7 +259,7 @@ class LinearJudge:
                     f"encoder='{config.encoder}' (--encoder on the command line), or the folder of "
                     f"a copy."
                 )
-            config = replace(config, encoder=encoder)
+            config = replace(config, encoder=os.fspath(encoder))
         return cls(config, *_read_arrays(folder / TENSORS, config))
 
     def _hashed_counts(self, texts: Sequence[str]) -> Any:

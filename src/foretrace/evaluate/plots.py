@@ -1,5 +1,6 @@
 """Plots of an evaluation."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from foretrace.attribute import LogitAffine
 from foretrace.evaluate.fidelity import Fidelity
 
 
-def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
+def draw_trade_off(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Plot the first metric against perplexity; a line joins the methods of a curve."""
     from matplotlib.figure import Figure
 
@@ -44,7 +45,7 @@ def draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_groups(results: Mapping[str, Any], path: Path) -> None:
+def draw_groups(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Plot the score of every group by the first judge: each method against the rival."""
     from matplotlib.figure import Figure
 
@@ -63,7 +64,9 @@ def draw_groups(results: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: str) -> None:
+def draw_fidelity(
+    fidelity: Fidelity, transform: LogitAffine, path: str | os.PathLike[str], name: str
+) -> None:
     """Plot expectations against outcomes, and the EAP before and after the goal's transform."""
     from matplotlib.figure import Figure
 
@@ -90,6 +93,6 @@ def draw_fidelity(fidelity: Fidelity, transform: LogitAffine, path: Path, name: 
     _save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
-    with _io.atomic_write(path) as scratch:
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    with _io.atomic_write(Path(path)) as scratch:
         figure.savefig(scratch, format="png", dpi=150)

@@ -1,5 +1,6 @@
 """The report of an evaluation: tables, judges and plots as a Markdown page."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from foretrace.evaluate.plots import draw_groups, draw_trade_off
 Results = Mapping[str, Any]
 
 
-def write_report(results: Results, folder: Path) -> Path:
+def write_report(results: Results, folder: str | os.PathLike[str]) -> Path:
     """Write `report.md` and its plots into a folder; return the path of the report."""
+    folder = Path(folder)
     lines = [f"# {results['suite']}", "", _introduction(results), "", *_metric_table(results), ""]
     lines += _change_table(results)
     lines += ["## Judges", "", *_judge_list(results)]

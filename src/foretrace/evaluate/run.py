@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
@@ -55,15 +56,15 @@ class EvaluationConfig:
         250
     """
 
-    data: Path
-    out: Path
+    data: str | os.PathLike[str]
+    out: str | os.PathLike[str]
     prompts: int | None = None
     continuations: int | None = None
     methods: tuple[str, ...] = ()
     seed: int = 0
     rows: int = 250
-    encoder: str | None = None
-    judges: Path | None = None
+    encoder: str | os.PathLike[str] | None = None
+    judges: str | os.PathLike[str] | None = None
 
 
 def evaluate(
@@ -94,7 +95,8 @@ def evaluate(
             that were generated with other settings.
     """
     rows = _read_prompts(suite, config)
-    store = fit_attributes(suite, config.data, config.out / "attributes", tokenizer)
+    data, out = Path(config.data), Path(config.out)
+    store = fit_attributes(suite, data, out / "attributes", tokenizer)
     builder = MethodBuilder(hmm, store, rows, suite.prompts.text)
     prompts = builder.fill(suite.template)
     sampling = Sampling(
@@ -111,17 +113,17 @@ def evaluate(
         name: Scorer(
             name,
             plan,
-            config.data,
-            config.out,
-            config.judges or config.out / "judges",
-            config.encoder,
+            data,
+            out,
+            Path(config.judges or out / "judges"),
+            None if config.encoder is None else os.fspath(config.encoder),
             str(lm.device),
             tokenizer,
             builder,
         )
         for name, plan in suite.judges.items()
     }
-    runner = _Runner(suite, config, generator, scorers, prompts, lm_identity(lm), observe)
+    runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), observe)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
@@ -142,7 +144,7 @@ def evaluate(
         "at equal perplexity": _compare_curves(measured, suite),
     }
     plain: dict[str, Any] = _without_nan(results)
-    _io.write_json(config.out / "results.json", plain)
+    _io.write_json(out / "results.json", plain)
     return plain
 
 
@@ -214,7 +216,7 @@ class _Runner:
     """Generates, judges and measures, one method at a time."""
 
     suite: Suite
-    config: EvaluationConfig
+    out: Path
     generator: TextGenerator
     scorers: Mapping[str, Scorer]
     prompts: Sequence[str]
@@ -224,7 +226,7 @@ class _Runner:
 
     def costs(self, methods: Sequence[Method], settings: Mapping[str, Any]) -> dict[str, float]:
         """Measure the time of each method relative to the baseline, or read it from the file."""
-        file = self.config.out / "costs.json"
+        file = self.out / "costs.json"
         cached = _io.read_json(file) if file.is_file() else {}
         costs: dict[str, float] = cached.get("costs", {})
         if cached.get("settings") == settings and cached.get("lm") == self.lm:
@@ -244,7 +246,7 @@ class _Runner:
         generations = self.generator.generate(
             self.prompts,
             method,
-            self.config.out / "generations" / f"{name}.jsonl",
+            self.out / "generations" / f"{name}.jsonl",
             {**settings, "lm": self.lm},
             lambda done, total: self.observe(f"write: {name}", done, total, "prompts"),
         )
@@ -271,7 +273,7 @@ class _Runner:
 
     def _losses(self, name: str, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
         """Compute the unsteered LM's loss on the texts, or read it from the file."""
-        file = self.config.out / "surprise" / f"{name}.json"
+        file = self.out / "surprise" / f"{name}.json"
         inputs = json.dumps([texts, list(self.prompts), self.generator.bos_token_id, self.lm])
         key = hashlib.sha256(inputs.encode()).hexdigest()
         if file.is_file() and (cached := _io.read_json(file)).get("texts") == key:

@@ -1,6 +1,7 @@
 """Evaluation suites: prompts, attributes, methods and judges, read from YAML."""
 
 import difflib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -47,7 +48,7 @@ class Table:
     share: Mapping[str, Any] = field(default_factory=dict)
     at_most: Mapping[str, Any] = field(default_factory=dict)
 
-    def rows(self, data: Path) -> list[dict[str, Any]]:
+    def rows(self, data: str | os.PathLike[str]) -> list[dict[str, Any]]:
         """Read the rows, without those whose text is blank.
 
         Args:
@@ -59,7 +60,7 @@ class Table:
         Raises:
             InvalidFileError: If the file cannot be read, has no such column, or no row is left.
         """
-        path = data / self.file
+        path = Path(data) / self.file
         rows = _tabular.read_rows(path)
         if not rows or self.text not in rows[0]:
             raise InvalidFileError(f"{path} has no '{self.text}'. Set `text: COLUMN` in the suite.")
@@ -271,7 +272,7 @@ def suite_names() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
-def load_suite(source: str) -> Suite:
+def load_suite(source: str | os.PathLike[str]) -> Suite:
     r"""Load a suite.
 
     Args:
@@ -287,10 +288,10 @@ def load_suite(source: str) -> Suite:
     Example:
         >>> from foretrace.evaluate.suite import load_suite
         >>> _ = (folder / "mine.yaml").write_text("extends: detox\ncontinuations: 5\n")
-        >>> load_suite(str(folder / "mine.yaml")).continuations
+        >>> load_suite(folder / "mine.yaml").continuations
         5
     """
-    return _build_suite(Path(source).stem, _read_content(source, ()))
+    return _build_suite(Path(source).stem, _read_content(os.fspath(source), ()))
 
 
 def _read_content(source: str, extending: tuple[str, ...]) -> dict[str, Any]:
