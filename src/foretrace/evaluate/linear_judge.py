@@ -156,8 +156,11 @@ class LinearJudge:
         judge.idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
         features = judge._features(texts, counts)
         regression = LogisticRegression(C=regularisation, max_iter=200, tol=1e-3)
-        regression.fit(features, [classes.index(label) for label in labels])
-        judge.weights = regression.coef_.astype(np.float32)
+        # Features that no text has keep weight 0, and are most of them if there are few texts.
+        present = np.flatnonzero(features.getnnz(0))
+        regression.fit(features[:, present], [classes.index(label) for label in labels])
+        judge.weights = np.zeros((len(regression.coef_), features.shape[1]), np.float32)
+        judge.weights[:, present] = regression.coef_
         judge.intercepts = regression.intercept_.astype(np.float32)
         return judge
 
