@@ -113,7 +113,7 @@ def test_expectations_agree_with_an_lm_that_is_the_hmm() -> None:
     hmm = HMM.random(6, len(WORDS), eos_token_id=0, seed=0)
     weights = (torch.arange(len(WORDS)) % 4 != 1).double() * 0.4 + 0.6
     lookahead = Lookahead(hmm, Attribute.from_weights(weights.float()), 20)
-    prefixes = [[first, second] for first in (3, 9, 12, 33) for second in (5, 14, 40)]
+    prefixes = [[first, second] for first in (3, 9, 33) for second in (5, 40)]
     lm: Any = LMThatIsTheHMM(hmm)
     measured = fidelity.measure_fidelity(lm, lookahead, prefixes, ends=[0], rollouts=400)
     for ahead, expected in measured.expected.items():

@@ -50,7 +50,7 @@ def test_judge_of_three_classes_is_the_same_after_loading(tmp_path: Path) -> Non
 def test_one_label_and_unknown_versions_and_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="two labels"):
         LinearJudge.train(["a", "b"], ["1", "1"])
-    LinearJudge.train(TEXTS, ["1" if RUDE in text else "0" for text in TEXTS]).save(tmp_path)
+    save_small_judge(tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({**content, "format_version": 9}))
     with pytest.raises(InvalidFileError, match="another version"):

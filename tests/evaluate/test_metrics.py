@@ -4,7 +4,7 @@ from math import exp, isnan, log
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.errors import InvalidInputError
@@ -89,6 +89,7 @@ def test_words_and_blank_texts() -> None:
     assert metrics.blank(texts).value == 0.5
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.lists(st.floats(0, 1) | st.none(), min_size=1, max_size=5), min_size=1))
 def test_metrics_of_scores_are_in_the_unit_interval(scores: list[list[float | None]]) -> None:
     for measurement in (

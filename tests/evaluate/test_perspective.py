@@ -46,7 +46,7 @@ class FakePerspective(BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), FakePerspective)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 from foretrace import cli
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
+from foretrace.evaluate import generations
 from foretrace.evaluate.generations import Method, Sampling, TextGenerator
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.perplexity import mean_nll
@@ -74,6 +76,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.yaml").write_text(SUITE)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_timed_run() -> Iterator[None]:
+    """Measure the relative cost of a method once, to save time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generations, "TIMED_RUNS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -147,18 +157,19 @@ def test_a_finished_run_generates_nothing(
 def test_an_interrupted_run_resumes_with_the_same_results(
     done: tuple[Path, dict[str, Any]], data: Path, lm: Any, hmm: HMM, tmp_path: Path
 ) -> None:
-    run(data, tmp_path, lm, hmm, methods=("steered",))
+    options = {"methods": ("steered",), "judges": done[0] / "judges"}
+    run(data, tmp_path, lm, hmm, **options)
     file = tmp_path / "generations" / "steered.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(
         "".join(lines[:6]) + lines[6][:20]
     )  # as if the process was killed while writing
-    resumed = run(data, tmp_path, lm, hmm, methods=("steered",))
+    resumed = run(data, tmp_path, lm, hmm, **options)
     assert list(resumed["methods"]) == ["bare", "steered"]
     for name, method in resumed["methods"].items():
         assert method["figures"] == done[1]["methods"][name]["figures"]
     with pytest.raises(InvalidFileError, match="other settings"):
-        run(data, tmp_path, lm, hmm, methods=("steered",), seed=1)
+        run(data, tmp_path, lm, hmm, **options, seed=1)
     with pytest.raises(InvalidInputError, match="no method 'stered'"):
         run(data, tmp_path, lm, hmm, methods=("stered",))
 
@@ -193,6 +204,7 @@ def test_report_has_a_row_for_every_method(done: tuple[Path, dict[str, Any]]) ->
 
 
 def test_evaluate_command(
+    done: tuple[Path, dict[str, Any]],
     data: Path,
     tiny_lm: Path,
     hmm: HMM,
@@ -203,6 +215,7 @@ def test_evaluate_command(
     hmm.save_pretrained(tmp_path / "hmm")
     options = ["--suite", data / "mine.yaml", "--data", data, "--out", tmp_path / "out"]
     options += ["--prompts", 4, "--continuations", 2, "--method", "steered"]
+    options += ["--judges", done[0] / "judges"]
     command = ["foretrace", "evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options]
     monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
     with pytest.raises(SystemExit) as stopped:
@@ -248,5 +261,5 @@ def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> N
     for bos_token_id in (None, 0):
         generator = TextGenerator(lm, word_tokenizer(), sampling, [0], bos_token_id)
         file = tmp_path / f"{bos_token_id}.jsonl"
-        generations = generator.generate(["w1", "w2"], Method("bare"), file, {})
-        assert [len(generation.texts) for generation in generations] == [3, 3]
+        continued = generator.generate(["w1", "w2"], Method("bare"), file, {})
+        assert [len(generation.texts) for generation in continued] == [3, 3]
