@@ -183,6 +183,13 @@ def test_a_malformed_config_is_refused(tmp_path: Path, change: dict[str, Any]) -
         LinearJudge.load(tmp_path)
 
 
+def test_a_deeply_nested_config_is_refused(tmp_path: Path) -> None:
+    save_small_judge(tmp_path)
+    (tmp_path / CONFIG).write_text('{"classes": ' + "[" * 100_000)
+    with pytest.raises(InvalidFileError):
+        LinearJudge.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -16,7 +16,7 @@ from foretrace import cli
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate import generations
-from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.perplexity import mean_nll
 from foretrace.evaluate.report import write_report
@@ -259,7 +259,7 @@ def test_mean_nll_is_over_the_continuation_alone(lm: Any) -> None:
 def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> None:
     sampling = Sampling(continuations=3, max_new_tokens=4, rows=6)
     for bos_token_id in (None, 0):
-        generator = TextGenerator(lm, word_tokenizer(), sampling, [0], bos_token_id)
+        generator = ContinuationGenerator(lm, word_tokenizer(), sampling, [0], bos_token_id)
         file = tmp_path / f"{bos_token_id}.jsonl"
         continued = generator.generate(["w1", "w2"], Method("bare"), file, {})
         assert [len(generation.texts) for generation in continued] == [3, 3]

@@ -92,7 +92,7 @@ class Generation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TextGenerator:
+class ContinuationGenerator:
     """A language model with sampling settings that continues prompts.
 
     Attributes:
@@ -104,9 +104,9 @@ class TextGenerator:
             None, the tokenizer's special tokens are added.
 
     Example:
-        >>> from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+        >>> from foretrace.evaluate.generations import Method, Sampling, ContinuationGenerator
         >>> sampling = Sampling(continuations=2, max_new_tokens=3)
-        >>> generator = TextGenerator(model, tokenizer, sampling, ends=[0], bos_token_id=0)
+        >>> generator = ContinuationGenerator(model, tokenizer, sampling, ends=[0], bos_token_id=0)
         >>> file = folder / "generations.jsonl"
         >>> generations = generator.generate(["Hello", "Good"], Method("bare"), file, {})
         >>> [len(generation.texts) for generation in generations]

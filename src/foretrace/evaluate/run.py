@@ -13,7 +13,7 @@ from foretrace import _io
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
-from foretrace.evaluate.generations import Method, Sampling, TextGenerator
+from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
 from foretrace.evaluate.perplexity import mean_nll
 from foretrace.evaluate.preparation import (
@@ -108,7 +108,7 @@ def evaluate(
     )
     ends = hmm.config.eos_token_ids
     stops = stop_tokens(lm.generation_config, ends)
-    generator = TextGenerator(lm, tokenizer, sampling, stops, ends[0] if ends else None)
+    generator = ContinuationGenerator(lm, tokenizer, sampling, stops, ends[0] if ends else None)
     scorers = {
         name: Scorer(
             name,
@@ -217,7 +217,7 @@ class _Runner:
 
     suite: Suite
     out: Path
-    generator: TextGenerator
+    generator: ContinuationGenerator
     scorers: Mapping[str, Scorer]
     prompts: Sequence[str]
     lm: str
