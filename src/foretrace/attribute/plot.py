@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretrace import _io
-from foretrace.attribute.attribute import Attribute
+from foretrace.attribute.config import AttributeConfig
 from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 NAMES = {"scores": "scores", "targets": "after the transform", "fitted": "fitted"}
 
 
-def draw(attribute: Attribute, path: Path) -> None:
+def draw(config: AttributeConfig, path: Path) -> None:
     """Draw the histograms of the held-out texts beside the calibration, as a PNG."""
-    facts = attribute.config.fit
+    facts = config.fit
     if "histograms" not in facts:
         raise InvalidInputError(
-            f"'{attribute.name}' was not fitted: it was composed or given its weights, and there "
+            f"'{config.name}' was not fitted: it was composed or given its weights, and there "
             f"is nothing to draw."
         )
     try:
@@ -33,7 +33,7 @@ def draw(attribute: Attribute, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _histograms(left, facts["histograms"])
     _calibration(right, facts["calibration"])
-    figure.suptitle(f"{attribute.name}: {facts['held_out_texts']:,} held-out texts")
+    figure.suptitle(f"{config.name}: {facts['held_out_texts']:,} held-out texts")
     with _io.atomic_write(path) as scratch:
         figure.savefig(scratch, format="png", dpi=120)
 

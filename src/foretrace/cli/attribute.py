@@ -40,7 +40,7 @@ def show(
     attribute = Attribute.load(file, tokenizer_fingerprint=expected)
     describe(attribute, loaded, tokens)
     if plot is not None:
-        draw(attribute, plot)
+        draw(attribute.config, plot)
 
 
 def describe(

@@ -115,7 +115,7 @@ def fit(
     source["inverted"] = invert
     attribute = fitting.one(texts, scores, name or out.stem, out, source)
     if plot is not None:
-        draw(attribute, plot)
+        draw(attribute.config, plot)
 
 
 def _require_fitting_options(
