@@ -11,8 +11,8 @@ from candidates.phrases import Phrase, Phrases
 from candidates.workbench import Workbench
 from candidates.writing import believed
 from foretrace.attribute import Attribute
-from foretrace.attribute.automaton import Automaton
-from foretrace.attribute.memory import Memory
+from foretrace.attribute.automata.dfa import Automaton
+from foretrace.attribute.automata.weighted import Memory
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead

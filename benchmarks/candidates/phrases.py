@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, hstack
 from torch import Tensor
 
-from foretrace.attribute import solve
-from foretrace.attribute.counts import token_counts
-from foretrace.attribute.lookup import lookup
+from foretrace.attribute.fitting import objectives
+from foretrace.attribute.fitting.counts import token_counts
+from foretrace.attribute.sorted_ids import lookup
 
 Phrase = tuple[int, ...]
 LENGTHS = (2, 3)
@@ -76,7 +76,7 @@ def fit(
     plain = token_counts(texts, vocab_size)
     used = np.flatnonzero(np.bincount(plain.indices, minlength=vocab_size) >= 2)
     columns = plain[:, used]
-    costs = solve.cross_entropy(columns, targets, 1.0, 1, 0).costs[0]
+    costs = objectives.cross_entropy(columns, targets, 1.0, 1, 0).costs[0]
     chosen: list[Phrase] = []
     if count:
         rest = targets - np.exp(-(columns @ costs))
@@ -87,7 +87,7 @@ def fit(
         order = np.argsort((counted.T @ rest) / np.sqrt(often + 1))
         chosen = [candidates[place] for place in order[:count]]
         joined = hstack([columns, counts_of(texts, chosen)]).tocsr()
-        costs = solve.cross_entropy(csr_array(joined), targets, 1.0, 1, 0).costs[0]
+        costs = objectives.cross_entropy(csr_array(joined), targets, 1.0, 1, 0).costs[0]
     own = np.zeros(vocab_size)
     own[used] = costs[: len(used)]
     weights = np.exp(-costs[len(used) :])

@@ -3,9 +3,9 @@
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.expression import Expression, as_expression, parse
-from foretrace.attribute.fit import FitConfig
+from foretrace.attribute.fitting.fit import FitConfig
+from foretrace.attribute.fitting.tokenize import Windows, tokenize
 from foretrace.attribute.store import AttributeStore
-from foretrace.attribute.text import Windows, tokenize
 from foretrace.attribute.transform import LogitAffine
 
 __all__ = [

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import storage
+from foretrace.attribute.automata.substring import occurrence
+from foretrace.attribute.automata.weighted import Memory
 from foretrace.attribute.config import AttributeConfig
-from foretrace.attribute.counts import Texts, flattened
-from foretrace.attribute.fit import Examples, FitConfig, fit_terms
-from foretrace.attribute.memory import Memory
-from foretrace.attribute.spelling import occurrence
+from foretrace.attribute.fitting.counts import Texts, flattened
+from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint

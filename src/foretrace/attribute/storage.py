@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.attribute.automaton import Automaton
+from foretrace.attribute.automata.dfa import Automaton
+from foretrace.attribute.automata.weighted import Memory
 from foretrace.attribute.config import AttributeConfig
-from foretrace.attribute.memory import Memory
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError
 

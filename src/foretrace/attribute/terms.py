@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.lookup import lookup
-from foretrace.attribute.memory import Memory, together
+from foretrace.attribute.automata.weighted import Memory, together
+from foretrace.attribute.sorted_ids import lookup
 from foretrace.errors import InvalidInputError
 
 MOST_TERMS = 1024  # every term costs its own table and its own share of a decoding step

@@ -32,7 +32,7 @@ def show(
 ) -> None:
     """Print what an attribute is, how well it does, and which tokens decide it."""
     from foretrace.attribute import Attribute
-    from foretrace.attribute.plot import draw
+    from foretrace.attribute.fitting.plot import draw
     from foretrace.vocabulary import fingerprint
 
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)

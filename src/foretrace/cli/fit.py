@@ -68,7 +68,7 @@ def fit(
     """Fit an attribute to scored texts, in about a second."""
     from foretrace import _tabular
     from foretrace.attribute import FitConfig, LogitAffine
-    from foretrace.attribute.plot import draw
+    from foretrace.attribute.fitting.plot import draw
     from foretrace.evaluate import load_judge
 
     _require_fitting_options(
@@ -197,7 +197,7 @@ class _Fitting:
 
 def _judged(texts: list[str], judge: "Judge", kept: Path) -> tuple[list[str], list[float]]:
     """Score texts; leave out those that could not be judged, and say how many."""
-    from foretrace.attribute.text import require_content
+    from foretrace.attribute.fitting.tokenize import require_content
     from foretrace.errors import InvalidInputError
     from foretrace.evaluate import judge_texts
 

@@ -5,8 +5,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.lookup import lookup
-from foretrace.attribute.memory import Memory
+from foretrace.attribute.automata.weighted import Memory
+from foretrace.attribute.sorted_ids import lookup
 from foretrace.hmm import HMM
 from foretrace.hmm.emission import EmissionSubset
 

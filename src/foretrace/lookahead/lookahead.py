@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import Attribute
-from foretrace.attribute.lookup import lookup
+from foretrace.attribute.sorted_ids import lookup
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretrace.attribute.automaton import Automaton
+from foretrace.attribute.automata.dfa import Automaton
 from foretrace.errors import InvalidInputError
 
 MOST_BYTES = 512  # of all texts together: each is a state

@@ -6,8 +6,9 @@ import torch
 from scipy.optimize import check_grad
 from scipy.sparse import csr_array
 
-from foretrace.attribute import Attribute, FitConfig, LogitAffine, fit, solve
-from foretrace.attribute.solve import Array
+from foretrace.attribute import Attribute, FitConfig, LogitAffine
+from foretrace.attribute.fitting import fit, objectives
+from foretrace.attribute.fitting.objectives import Array
 from foretrace.errors import InvalidInputError
 
 VOCAB = 12
@@ -61,10 +62,10 @@ def test_the_slopes_of_the_loss_are_its_slopes(monkeypatch: pytest.MonkeyPatch) 
         seen.append(error / np.linalg.norm(slope(point)))  # type: ignore[no-untyped-call]
         return type("Found", (), {"x": point, "fun": -len(seen)})
 
-    monkeypatch.setattr(solve, "minimize", check)
+    monkeypatch.setattr(objectives, "minimize", check)
     random = np.random.default_rng(0)
     counts = csr_array(random.integers(0, 3, (30, 4)).astype(float))
-    solve.cross_entropy(counts, random.random(30), 0.5, 3, 0)
+    objectives.cross_entropy(counts, random.random(30), 0.5, 3, 0)
     assert len(seen) == 2  # of one product, and of the mixture
     assert max(seen) < 1e-6
 

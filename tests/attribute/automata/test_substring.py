@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute
-from foretrace.attribute.automaton import Automaton
+from foretrace.attribute.automata.dfa import Automaton
 from foretrace.errors import InvalidInputError
 
 SPELLED = [b"", b"a", b"b", b"ab", b"ba", b" a", b"bab", "é".encode()[:1], "é".encode()[1:]]

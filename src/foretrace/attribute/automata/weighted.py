@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automaton import Automaton
+from foretrace.attribute.automata.dfa import Automaton
 from foretrace.errors import InvalidInputError
 
 

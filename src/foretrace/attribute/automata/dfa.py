@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.lookup import lookup
+from foretrace.attribute.sorted_ids import lookup
 from foretrace.errors import InvalidInputError
 
 MOST_STATES = 512  # every state multiplies the tables of a lookahead

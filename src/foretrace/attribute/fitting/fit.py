@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from foretrace.attribute import solve
-from foretrace.attribute.counts import Texts, token_counts
-from foretrace.attribute.figures import figures, ranking
-from foretrace.attribute.solve import Array
+from foretrace.attribute.fitting import objectives
+from foretrace.attribute.fitting.counts import Texts, token_counts
+from foretrace.attribute.fitting.held_out import figures, ranking
+from foretrace.attribute.fitting.objectives import Array
 from foretrace.attribute.terms import MOST_TERMS, Terms
 from foretrace.attribute.transform import LogitAffine
 from foretrace.errors import InvalidInputError
@@ -229,9 +229,9 @@ def _solve(counts: csr_array, targets: Array, config: FitConfig) -> Terms:
     if not len(tokens):
         return Terms.one()
     if config.objective == "log-mse":
-        found = solve.log_mse(counts, targets, config.penalty)
+        found = objectives.log_mse(counts, targets, config.penalty)
     else:
-        found = solve.cross_entropy(counts, targets, config.penalty, config.terms, config.seed)
+        found = objectives.cross_entropy(counts, targets, config.penalty, config.terms, config.seed)
     kept = (found.costs >= SMALLEST_COST).any(0)
     return Terms(
         torch.from_numpy(found.coefficients),

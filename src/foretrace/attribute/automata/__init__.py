@@ -1,0 +1,1 @@
+"""Finite automata that attributes weigh: deterministic ones, substrings, final weights."""

@@ -1,0 +1,1 @@
+"""Fit an attribute to scored texts."""
