@@ -49,7 +49,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
     mask = torch.ones_like(ids)
     steered = random_goal(hmm)
     must = ft.mentions(TWENTY, tokenizer)
-    assert must.terms.states == len(TWENTY) + 1
+    assert must.terms.num_states == len(TWENTY) + 1
     automaton = ft.Goal(ft.Lookahead(hmm, must, HORIZON))
     joined = ft.Goal(ft.Lookahead(hmm, steered.lookahead.attribute & must, HORIZON), 2.0)
 
@@ -68,7 +68,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
         report.add(f"batch {batch}, {name}: against bare", ratios[name], "")
         report.add(f"batch {batch}, {name}: inside the processor, against bare", inside, "")
     added = ratios["both"] - ratios["steered"]
-    states = must.terms.states
+    states = must.terms.num_states
     report.add(f"batch {batch}: added by {states} states", added, "", at_most=0.10)
 
 

@@ -11,8 +11,8 @@ from candidates.phrases import Phrase, Phrases
 from candidates.workbench import Workbench
 from candidates.writing import believed
 from foretrace.attribute import Attribute
-from foretrace.attribute.automata.dfa import Automaton
-from foretrace.attribute.automata.weighted import Memory
+from foretrace.attribute.automata.dfa import DFA
+from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead
@@ -85,7 +85,7 @@ def _goal(bench: Workbench, phrases: Phrases | None) -> Goal:
         moves = torch.cat([phrases.others[:, None], phrases.moves], 1).int()
         classes = torch.arange(1, moves.shape[1], dtype=torch.int32)
         worth = torch.rand(1, len(moves), dtype=torch.float64)
-        memory = Memory(Automaton(phrases.tokens.int(), classes, moves), worth)
+        memory = WeightedAutomaton(DFA(phrases.tokens.int(), classes, moves), worth)
     one = torch.ones(1, dtype=torch.float64)
     terms = Terms(one, tokens, -torch.rand(1, len(tokens)), memory)
     return Goal(Lookahead(bench.hmm, Attribute(terms), HORIZON), 20.0, -63.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretrace.attribute.fitting import objectives
 from foretrace.attribute.fitting.counts import token_counts
-from foretrace.attribute.sorted_ids import lookup
+from foretrace.attribute.sorted_ids import find_sorted
 
 Phrase = tuple[int, ...]
 LENGTHS = (2, 3)
@@ -56,7 +56,7 @@ class Phrases:
         """Move: (n,), (n,) -> (n,)."""
         if not len(self.tokens):
             return places
-        column, found = lookup(self.tokens, tokens)
+        column, found = find_sorted(self.tokens, tokens)
         return torch.where(found, self.moves[places, column], self.others[places])
 
 

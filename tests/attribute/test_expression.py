@@ -95,6 +95,24 @@ def test_what_is_malformed_is_refused(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a && b", "unexpected '&' at column 4"),
+        ("  & a", "unexpected '&' at column 3"),
+        ("a b", "unexpected 'b' at column 3"),
+        ("a  +", r"unexpected '\+' at column 4"),
+        ("(a))", r"unexpected '\)' at column 4"),
+        ("a & ", "a name is missing at the end"),
+        ("(a", "a parenthesis is not closed"),
+        (r'mentions("\x")', "not valid JSON"),
+    ],
+)
+def test_parse_errors_say_what_and_where(text: str, problem: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"is not an expression: .*{problem}"):
+        parse(text)
+
+
 def test_an_unknown_name_is_named() -> None:
     with pytest.raises(InvalidInputError, match="no attribute called b"):
         parse("a & b").build({"a": Shown("a")})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import storage
-from foretrace.attribute.automata.substring import occurrence
-from foretrace.attribute.automata.weighted import Memory
+from foretrace.attribute.automata.substring import substring_dfa
+from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.fitting.counts import Texts, flattened
 from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
@@ -137,9 +137,9 @@ class Attribute:
         count.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
-        automaton, occurred = occurrence(given, spelled)
+        dfa, occurred = substring_dfa(given, spelled)
         one = Terms.one()
-        terms = replace(one, memory=Memory(automaton, occurred.double()[None]))
+        terms = replace(one, automaton=WeightedAutomaton(dfa, occurred.double()[None]))
         if not bool(occurred.any()):
             terms = one.negated()  # these tokens do not spell it
         called = name or " or ".join(map(repr, given))

@@ -1,4 +1,4 @@
-"""What is known of an attribute beside its weights."""
+"""The config of an attribute: all that is stored beside its terms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,26 @@ MAX_DEPTH = 64  # of `fit`: JSON encoders and `asdict` recurse
 
 @dataclass(frozen=True)
 class AttributeConfig:
-    """Its name, the vocabulary that its tokens are of, and how it was fitted."""
+    """The name and vocabulary of an attribute, and a record of its fit.
+
+    Attributes:
+        name: The name, as expressions and error messages show it.
+        vocab_size: The number of tokens in the vocabulary; None if unknown.
+        tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary, as
+            `foretrace.fingerprint` returns it; None if unknown.
+        fit: The settings, the data and the held-out metrics of the fit, as JSON values. Empty
+            if the attribute was not fitted.
+
+    Example:
+        >>> from foretrace.attribute import AttributeConfig
+        >>> AttributeConfig("polite", vocab_size=4).vocab_size
+        4
+    """
 
     name: str = "attribute"
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
-    """How it was fitted, on what, and how well: plain JSON values."""
 
     def __post_init__(self) -> None:
         _require_text("name", self.name)
@@ -33,22 +46,23 @@ class AttributeConfig:
             )
         _require_shallow(self.fit)
 
-    def combined(self, sign: str, other: "AttributeConfig") -> "AttributeConfig":
-        """Tell of `self sign other`; refuse if their token ids mean different words."""
+    def combined(self, operator: str, other: "AttributeConfig") -> "AttributeConfig":
+        """Return the config of `self operator other`; refuse different vocabularies."""
         require_same_fingerprint(
-            f"'{self.name}', beside '{other.name}',",
+            f"'{self.name}', combined with '{other.name}',",
             self.tokenizer_fingerprint,
             other.tokenizer_fingerprint,
         )
-        certain = self.tokenizer_fingerprint is not None is not other.tokenizer_fingerprint
+        same_tokenizer = self.tokenizer_fingerprint is not None is not other.tokenizer_fingerprint
         sizes = {self.vocab_size, other.vocab_size} - {None}
-        if len(sizes) > 1 and not certain:  # one tokenizer may serve models of padded vocabularies
+        # Models of one tokenizer may pad its vocabulary to different sizes.
+        if len(sizes) > 1 and not same_tokenizer:
             raise InvalidInputError(
-                f"'{self.name}' is of {self.vocab_size} tokens, '{other.name}' of "
-                f"{other.vocab_size}. Fit both with one tokenizer."
+                f"'{self.name}' has a vocabulary of {self.vocab_size} tokens, but '{other.name}' "
+                f"has {other.vocab_size}. Fit both with one tokenizer."
             )
         return AttributeConfig(
-            f"({self.name} {sign} {other.name})",
+            f"({self.name} {operator} {other.name})",
             max((size for size in sizes if size is not None), default=None),
             self.tokenizer_fingerprint or other.tokenizer_fingerprint,
         )

@@ -1,4 +1,4 @@
-"""Goals as text: names joined by `~`, `&`, `|` and parentheses, as in Python."""
+"""Expressions over attributes as text: names joined by `~`, `&`, `|` and parentheses."""
 
 import json
 import re
@@ -14,13 +14,13 @@ STRING = r'"(?:[^"\\]|\\.)*"'
 WORD = r"[^\W\d][\w.-]*"
 TOKEN = re.compile(
     rf"\s*(?:mentions\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
-    rf'|(?P<name>{WORD})|"(?P<quoted>[^"]+)"|(?P<sign>[~&|()]))'
+    rf'|(?P<name>{WORD})|"(?P<quoted>[^"]+)"|(?P<symbol>[~&|()]))'
 )
-LONGEST = 10_000  # characters: more than anybody writes, and soon parsed
+MAX_LENGTH = 10_000  # characters; bounds the time to parse
 
 
-class Sign(StrEnum):
-    """What combines attributes; later ones bind closer."""
+class Operator(StrEnum):
+    """The operators, in ascending order of precedence."""
 
     OR = "|"
     AND = "&"
@@ -28,29 +28,33 @@ class Sign(StrEnum):
 
     @property
     def precedence(self) -> int:
-        """The greater, the closer it binds."""
-        return list(Sign).index(self)
+        """Return the precedence; the operator with the larger one binds tighter."""
+        return list(Operator).index(self)
 
 
 class Operand(Protocol):
-    """What can be combined: attributes, or anything else that knows the three signs."""
+    """A value that the three operators can combine, such as an attribute."""
 
     def __and__(self, other: Self) -> Self:
-        """Both."""
+        """Return the conjunction."""
 
     def __or__(self, other: Self) -> Self:
-        """Either."""
+        """Return the disjunction."""
 
     def __invert__(self) -> Self:
-        """Not."""
+        """Return the complement."""
 
 
-Kind = TypeVar("Kind", bound=Operand)
+OperandT = TypeVar("OperandT", bound=Operand)
 
 
 @dataclass(frozen=True)
 class Mention:
-    """That a text contains one of these."""
+    """The operand `mentions("...", ...)`: the text contains at least one of these substrings.
+
+    Attributes:
+        texts: The substrings.
+    """
 
     texts: tuple[str, ...]
 
@@ -60,130 +64,189 @@ class Mention:
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression: names, mentions and signs in postfix order."""
+    """A parsed expression, in postfix order.
 
-    steps: tuple[str | Sign | Mention, ...]
+    Attributes:
+        steps: Names, mentions and operators. An operator applies to the results before it.
+
+    Example:
+        >>> from foretrace.attribute import parse
+        >>> parse("nontoxic & ~rude").names
+        ('nontoxic', 'rude')
+    """
+
+    steps: tuple[str | Operator | Mention, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that occur, each once, in order."""
-        operands = (step for step in self.steps if not isinstance(step, Sign))
-        return tuple(dict.fromkeys(each for each in operands if isinstance(each, str)))
+        """Return the distinct names of attributes, in order of appearance."""
+        operands = (step for step in self.steps if not isinstance(step, Operator))
+        return tuple(dict.fromkeys(step for step in operands if isinstance(step, str)))
 
     @property
     def mentions(self) -> tuple[Mention, ...]:
-        """What a text is to contain, or not; each once, in order."""
+        """Return the distinct `mentions(...)` operands, in order of appearance."""
         return tuple(dict.fromkeys(step for step in self.steps if isinstance(step, Mention)))
 
     def build(
-        self, attributes: Mapping[str, Kind], mention: Callable[[Mention], Kind] | None = None
-    ) -> Kind:
-        """Combine the attributes of these names, and those that `mention` makes."""
+        self,
+        attributes: Mapping[str, OperandT],
+        mention: Callable[[Mention], OperandT] | None = None,
+    ) -> OperandT:
+        """Evaluate the expression.
+
+        Args:
+            attributes: The attribute of each name.
+            mention: Returns the attribute of a `mentions(...)` operand, such as
+                `lambda operand: foretrace.mentions(operand.texts, tokenizer)`.
+
+        Returns:
+            The combined attribute.
+
+        Raises:
+            InvalidInputError: If an attribute is missing, or `mention` is missing and needed.
+
+        Example:
+            >>> from foretrace.attribute import parse
+            >>> parse("~nontoxic").build({"nontoxic": attribute}).name
+            '~nontoxic'
+        """
         missing = [name for name in self.names if name not in attributes]
         if missing:
-            like = get_close_matches(missing[0], attributes, n=1)
-            hint = f"Did you mean {like[0]}?" if like else "Check the spelling, or fit it."
+            similar = get_close_matches(missing[0], attributes, n=1)
+            hint = f"Did you mean {similar[0]}?" if similar else "Check the spelling, or fit it."
             raise InvalidInputError(f"There is no attribute called {', '.join(missing)}. {hint}")
         if self.mentions and mention is None:
-            raise InvalidInputError(f"{self.mentions[0]} needs a tokenizer: not to be had here.")
-        known: dict[str | Mention, Kind] = {name: attributes[name] for name in self.names}
-        known |= {each: mention(each) for each in self.mentions if mention is not None}
-        stack: list[Kind] = []
+            raise InvalidInputError(
+                f"{self.mentions[0]} needs a tokenizer, and there is none here. Use names only."
+            )
+        operands: dict[str | Mention, OperandT] = {name: attributes[name] for name in self.names}
+        operands |= {step: mention(step) for step in self.mentions if mention is not None}
+        stack: list[OperandT] = []
         for step in self.steps:
-            if step is Sign.NOT:
+            if step is Operator.NOT:
                 stack.append(~stack.pop())
-            elif isinstance(step, Sign):
+            elif isinstance(step, Operator):
                 right, left = stack.pop(), stack.pop()
-                stack.append(left & right if step is Sign.AND else left | right)
+                stack.append(left & right if step is Operator.AND else left | right)
             else:
-                stack.append(known[step])
+                stack.append(operands[step])
         return stack[0]
 
 
 def parse(text: str) -> Expression:
-    """Parse an expression; `~` binds closest, then `&`, then `|`.
+    """Parse an expression; `~` binds tightest, then `&`, then `|`.
 
-    Names are words (`nontoxic`, `user-17`), or stand in double quotes (`"Twilight Sparkle"`).
-    `mentions("refund", "money back")` is that a text contains one of these, written as in JSON.
+    Names are words (`nontoxic`, `user-17`) or are in double quotes (`"Twilight Sparkle"`).
+    `mentions("refund", "money back")` means that the text contains one of these substrings, which
+    are written as in JSON.
+
+    Args:
+        text: The expression.
+
+    Returns:
+        The parsed expression.
+
+    Raises:
+        InvalidInputError: If the text is malformed or too long.
+
+    Example:
+        >>> import foretrace as ft
+        >>> ft.parse('nontoxic & ~"small talk"').names
+        ('nontoxic', 'small talk')
     """
-    return _Parser(text).whole()
+    return _Parser(text).parse()
 
 
 def as_expression(name: str) -> str:
-    """Write the name of an attribute so that it is read as one: in quotes, unless it is a word."""
+    """Return the expression that consists of one name: in quotes, unless the name is a word.
+
+    Args:
+        name: The name of an attribute.
+
+    Returns:
+        The expression.
+
+    Example:
+        >>> from foretrace.attribute import as_expression
+        >>> as_expression("small talk")
+        '"small talk"'
+    """
     return name if re.fullmatch(WORD, name) else f'"{name}"'
 
 
 class _Parser:
-    """Shunting-yard: signs wait until what binds closer is done. No recursion, so no depth."""
+    """A shunting-yard parser: not recursive, so nesting is not limited."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > LONGEST:
-            raise InvalidInputError(f"An expression may have {LONGEST:,} characters at most.")
+        if len(text) > MAX_LENGTH:
+            raise InvalidInputError(
+                f"The expression has {len(text):,} characters; it may have {MAX_LENGTH:,} "
+                f"characters at most. Use a shorter one."
+            )
         self.text = text
-        self.steps: list[str | Sign | Mention] = []
-        self.waiting: list[Sign | None] = []  # None is an open parenthesis
-        self.wants_operand = True
+        self.steps: list[str | Operator | Mention] = []
+        self.operators: list[Operator | None] = []  # None is an open parenthesis
+        self.expects_operand = True
 
-    def whole(self) -> Expression:
-        """Read everything."""
-        place = 0
+    def parse(self) -> Expression:
+        """Parse the text."""
         end = len(self.text.rstrip())
-        while place < end:
-            found = TOKEN.match(self.text, place)
-            if found is None:
-                rest = self.text[place:].lstrip()
-                raise self._malformed(f"'{rest[0]}' is not understood")
-            place = found.end()
-            if found["sign"]:
-                self._take_sign(found["sign"])
-            else:
-                self._expect(found[0].strip(), operand=True)
-                self.steps.append(self._operand(found))
-                self.wants_operand = False
-        if self.wants_operand:
-            raise self._malformed("it ends where a name was expected")
-        self._release(-1)
-        if self.waiting:
+        position = 0
+        while position < end:
+            match = TOKEN.match(self.text, position)
+            if match is None:
+                position = end - len(self.text[position:end].lstrip())
+                raise self._unexpected(self.text[position], position)
+            position = match.end()
+            token = match[0].lstrip()
+            self._read(match, token, position - len(token))
+        if self.expects_operand:
+            raise self._malformed("a name is missing at the end")
+        self._pop_operators(0)
+        if self.operators:
             raise self._malformed("a parenthesis is not closed")
         return Expression(tuple(self.steps))
 
-    def _operand(self, found: re.Match[str]) -> str | Mention:
-        if found["texts"] is None:
-            return found["name"] or found["quoted"]
-        try:
-            return Mention(tuple(json.loads(f"[{found['texts']}]")))
-        except ValueError:
-            raise self._malformed(f"{found[0].strip()} is not written as in JSON") from None
-
-    def _take_sign(self, sign: str) -> None:
-        self._expect(sign, operand=sign in "~(")
-        if sign == "(":
-            self.waiting.append(None)
-        elif sign == ")":
-            self._release(-1)
-            if not self.waiting:
-                raise self._malformed("a parenthesis is closed that was not opened")
-            self.waiting.pop()
+    def _read(self, match: re.Match[str], token: str, position: int) -> None:
+        if self.expects_operand != (token in "~(" or not match["symbol"]):
+            raise self._unexpected(token, position)
+        if not match["symbol"]:
+            self.steps.append(self._operand(match, token))
+            self.expects_operand = False
+        elif token == "(":
+            self.operators.append(None)
+        elif token == ")":
+            self._pop_operators(0)
+            if not self.operators:
+                raise self._unexpected(token, position)
+            self.operators.pop()
         else:
-            read = Sign(sign)
-            if read is not Sign.NOT:
-                self._release(read.precedence)
-                self.wants_operand = True
-            self.waiting.append(read)
+            operator = Operator(token)
+            if operator is not Operator.NOT:
+                self._pop_operators(operator.precedence)
+                self.expects_operand = True
+            self.operators.append(operator)
 
-    def _expect(self, token: str, *, operand: bool) -> None:
-        if operand != self.wants_operand:
-            raise self._malformed(f"'{token}' stands where it cannot")
+    def _operand(self, match: re.Match[str], token: str) -> str | Mention:
+        if match["texts"] is None:
+            return match["name"] or match["quoted"]
+        try:
+            return Mention(tuple(json.loads(f"[{match['texts']}]")))
+        except ValueError:
+            raise self._malformed(f"the strings of {token} are not valid JSON") from None
 
-    def _release(self, precedence: int) -> None:
-        """Let the signs go that bind at least as close, up to an open parenthesis."""
-        while self.waiting and (last := self.waiting[-1]) and last.precedence >= precedence:
+    def _pop_operators(self, precedence: int) -> None:
+        """Output the operators of at least this precedence, up to an open parenthesis."""
+        while self.operators and (last := self.operators[-1]) and last.precedence >= precedence:
             self.steps.append(last)
-            self.waiting.pop()
+            self.operators.pop()
 
-    def _malformed(self, why: str) -> InvalidInputError:
+    def _unexpected(self, token: str, position: int) -> InvalidInputError:
+        return self._malformed(f"unexpected '{token}' at column {position + 1}")
+
+    def _malformed(self, problem: str) -> InvalidInputError:
         return InvalidInputError(
-            f"'{self.text}' is not an expression: {why}. Write names joined by & and |, with ~ "
-            f"for not: nontoxic & ~(political | rude)."
+            f"'{self.text}' is not an expression: {problem}. Join names by & and |, with ~ for "
+            f"not: nontoxic & ~(political | rude)."
         )

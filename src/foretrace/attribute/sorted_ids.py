@@ -1,13 +1,15 @@
-"""Finding ids among others that rise."""
+"""Binary search in sorted ids."""
 
 import torch
 from torch import Tensor
 
 
-def lookup(rising: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Find where ids stand among others, one at least: places, and whether it is really there.
+def find_sorted(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Find ids in a non-empty sorted tensor: (M,), (...) -> indices (...), whether found (...).
 
-    (M,), (...) -> (...), (...). Where it is not, the place is one that can be looked at.
+    The index of an id that is not found is valid but has no meaning.
     """
-    place = torch.searchsorted(rising, ids.to(rising.dtype)).clamp_max_(len(rising) - 1)
-    return place, rising[place] == ids
+    # torch.searchsorted warns about tensors that are not contiguous: columns, transposed batches.
+    wanted = ids.to(sorted_ids.dtype).contiguous()
+    index = torch.searchsorted(sorted_ids.contiguous(), wanted).clamp_max_(len(sorted_ids) - 1)
+    return index, sorted_ids[index] == ids

@@ -1,8 +1,8 @@
-"""Signed sums of products of token weights: the algebra that attributes live in.
+"""Signed sums of products of token weights: the algebra of attributes.
 
-p(x) = sum over k of c_k times the product over i of w_k(x_i), times what the state is worth that an
-automaton ends in after it has read x. Only tokens with a weight below 1 in some term are kept, and
-weights as logarithms: products become sums.
+p(x) = sum over k of c_k times the product over i of w_k(x_i), times the weight of the state in
+which an automaton ends after reading x. Only tokens with a weight below 1 in some term are stored.
+Weights are stored as logarithms, so that products are sums.
 """
 
 from collections.abc import Sequence
@@ -12,42 +12,42 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.weighted import Memory, together
-from foretrace.attribute.sorted_ids import lookup
+from foretrace.attribute.automata.weighted import WeightedAutomaton, align
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.errors import InvalidInputError
 
-MOST_TERMS = 1024  # every term costs its own table and its own share of a decoding step
+MAX_TERMS = 1024  # every term adds a lookahead table and a share of each decoding step
 ROUNDING = 1e-13  # relative to the summands: a sum of coefficients below it is 0
-LARGEST_TOTAL = 1e30  # of the coefficients' absolute values: decoding uses float32
-REPEATS = (1, 4, 16, 64)  # of each token, in texts that `require_probability` tries
+MAX_TOTAL = 1e30  # of the coefficients' absolute values: decoding uses float32
+REPEATS = (1, 4, 16, 64)  # of each token, in texts that `check_probability` tries
 VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """K products over the M tokens that matter to any of them."""
+    """K products of token weights, over the M tokens with a weight below 1 in any of them."""
 
     coefficients: Tensor  # (K,) float64
-    tokens: Tensor  # (M,) int32, rising
+    tokens: Tensor  # (M,) int32, ascending
     log_weights: Tensor  # (K, M), at most 0
-    memory: Memory | None = None
+    automaton: WeightedAutomaton | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.coefficients), len(self.tokens))
-        ordered = bool((self.tokens[1:] > self.tokens[:-1]).all())
-        if self.log_weights.shape != shape or not ordered or bool((self.tokens < 0).any()):
+        ascending = bool((self.tokens[1:] > self.tokens[:-1]).all())
+        if self.log_weights.shape != shape or not ascending or bool((self.tokens < 0).any()):
             raise InvalidInputError(
-                "An attribute needs its tokens once each, in rising order, and for each of its "
-                "terms a log-weight for each of its tokens."
+                "An attribute needs distinct token ids in ascending order, and a log-weight for "
+                "every term and token."
             )
         if not bool((self.log_weights <= 0).all()) or not bool(self.coefficients.isfinite().all()):
-            raise InvalidInputError("Weights must be in [0, 1], and coefficients finite numbers.")
-        if self.memory is not None and len(self.memory.finals) != len(self):
-            raise InvalidInputError("Every term must say what the automaton's states are worth.")
+            raise InvalidInputError("Weights must be in [0, 1], and coefficients must be finite.")
+        if self.automaton is not None and len(self.automaton.final_weights) != len(self):
+            raise InvalidInputError("Every term needs final weights of the automaton's states.")
 
     @classmethod
     def one(cls) -> Self:
-        """Give the empty product: 1, whatever the text."""
+        """Return the empty product: p(x) = 1 for every text."""
         ones = torch.ones(1, dtype=torch.float64)
         return cls(ones, torch.zeros(0, dtype=torch.int32), torch.zeros(1, 0))
 
@@ -56,178 +56,182 @@ class Terms:
 
     @property
     def signed(self) -> bool:
-        """Whether some coefficient is negative, so that terms may cancel."""
+        """Return whether some coefficient is negative, so that terms may cancel."""
         return bool((self.coefficients < 0).any())
 
     @property
-    def states(self) -> int:
-        """How many the automaton has; 1 if there is none."""
-        return 1 if self.memory is None else self.memory.automaton.num_states
+    def num_states(self) -> int:
+        """Return the number of states of the automaton; 1 without one."""
+        return 1 if self.automaton is None else self.automaton.dfa.num_states
 
     def weights(self, tokens: Tensor) -> Tensor:
-        """Give the weights of tokens, rising: (n,) ids -> (K, n) float64."""
-        every = torch.unique(torch.cat([self.tokens, tokens.to(self.tokens.dtype)]))
-        return self._over(every)[:, torch.searchsorted(every, tokens.to(every.dtype))].exp()
+        """Return the weights of tokens: (n,) ids -> (K, n) float64."""
+        all_tokens = torch.unique(torch.cat([self.tokens, tokens.to(self.tokens.dtype)]))
+        return self._spread(all_tokens)[:, find_sorted(all_tokens, tokens)[0]].exp()
 
     def without(self, tokens: Sequence[int]) -> Self:
-        """Give the same without these tokens: they count as 1, and are not remembered."""
+        """Return a copy in which these tokens have weight 1 and do not change the state."""
         kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
-        memory = None if self.memory is None else self.memory.resting(tokens)
-        return type(self)(self.coefficients, self.tokens[kept], self.log_weights[:, kept], memory)
+        automaton = None if self.automaton is None else self.automaton.with_self_loops(tokens)
+        log_weights = self.log_weights[:, kept]
+        return type(self)(self.coefficients, self.tokens[kept], log_weights, automaton)
 
-    def reading_below(self, vocab_size: int) -> Self:
-        """Give the same, of a vocabulary that ends there."""
-        assert self.memory is not None
-        return replace(self, memory=self.memory.reading_below(vocab_size))
+    def restricted(self, vocab_size: int) -> Self:
+        """Return a copy whose automaton has no tokens from `vocab_size` on."""
+        assert self.automaton is not None
+        return replace(self, automaton=self.automaton.restricted(vocab_size))
 
     def negated(self) -> Self:
-        """Give 1 - p."""
-        return self.one()._plus(self, -1.0)
+        """Return the terms of 1 - p."""
+        return self.one()._add(self, -1.0)
 
     def times(self, other: Self) -> Self:
-        """Give p * q: every term with every other."""
-        _require_few(len(self) * len(other))
-        tokens, ours, theirs = self._aligned(other)
-        product = (ours[:, None] + theirs[None]).flatten(0, 1)
+        """Return the terms of p * q: the product of every pair of terms."""
+        _check_num_terms(len(self) * len(other))
+        tokens, left, right = self._aligned(other)
+        log_weights = (left[:, None] + right[None]).flatten(0, 1)
         coefficients = (self.coefficients[:, None] * other.coefficients).flatten()
-        automaton, left, right = together(self.memory, other.memory, len(self), len(other))
-        memory = Memory(automaton, (left[:, None] * right).flatten(0, 1))
-        return self._merged(coefficients, tokens, product, memory)
+        dfa, *finals = align(self.automaton, other.automaton, len(self), len(other))
+        final_weights = (finals[0][:, None] * finals[1]).flatten(0, 1)
+        automaton = WeightedAutomaton(dfa, final_weights)
+        return self._simplified(coefficients, tokens, log_weights, automaton)
 
     def either(self, other: Self) -> Self:
-        """Give p + q - p * q."""
-        _require_few(len(self) + len(other) + len(self) * len(other))
-        return self._plus(other)._plus(self.times(other), -1.0)
+        """Return the terms of p + q - p * q."""
+        _check_num_terms(len(self) + len(other) + len(self) * len(other))
+        return self._add(other)._add(self.times(other), -1.0)
 
-    def _plus(self, other: Self, factor: float = 1.0) -> Self:
-        tokens, ours, theirs = self._aligned(other)
+    def _add(self, other: Self, factor: float = 1.0) -> Self:
+        """Return the terms of p + factor * q."""
+        tokens, left, right = self._aligned(other)
         coefficients = torch.cat([self.coefficients, factor * other.coefficients])
-        log_weights = torch.cat([ours, theirs])
-        automaton, *finals = together(self.memory, other.memory, len(self), len(other))
-        memory = Memory(automaton, torch.cat(finals))
-        return self._merged(coefficients, tokens, log_weights, memory)
+        log_weights = torch.cat([left, right])
+        dfa, *finals = align(self.automaton, other.automaton, len(self), len(other))
+        automaton = WeightedAutomaton(dfa, torch.cat(finals))
+        return self._simplified(coefficients, tokens, log_weights, automaton)
 
     def _aligned(self, other: Self) -> tuple[Tensor, Tensor, Tensor]:
-        """Spread the log-weights of both over the tokens of either, in float64.
+        """Return the union of both token sets, and the log-weights of both over it, in float64.
 
-        Sums of a few float32, as fitted ones are, are exact in float64: (a & b) & c and a & (b & c)
-        are equal terms.
+        Sums of a few float32 numbers are exact in float64: (a & b) & c and a & (b & c) have equal
+        terms.
         """
         tokens = torch.unique(torch.cat([self.tokens, other.tokens]))
-        return tokens, self._over(tokens), other._over(tokens)
+        return tokens, self._spread(tokens), other._spread(tokens)
 
-    def _over(self, tokens: Tensor) -> Tensor:
-        spread = torch.zeros(len(self), len(tokens), dtype=torch.float64)
-        spread[:, torch.searchsorted(tokens, self.tokens)] = self.log_weights.double()
-        return spread
+    def _spread(self, tokens: Tensor) -> Tensor:
+        """Return the log-weights over a superset of the tokens: (M',) -> (K, M') float64."""
+        log_weights = torch.zeros(len(self), len(tokens), dtype=torch.float64)
+        log_weights[:, find_sorted(tokens, self.tokens)[0]] = self.log_weights.double()
+        return log_weights
 
     @classmethod
-    def _merged(
-        cls, coefficients: Tensor, tokens: Tensor, log_weights: Tensor, memory: Memory
+    def _simplified(
+        cls, coefficients: Tensor, tokens: Tensor, log_weights: Tensor, automaton: WeightedAutomaton
     ) -> Self:
-        """Add up equal products, state by state; leave out what cancels, and what is alike.
+        """Add up terms with equal token weights, drop zero terms and weights, minimize the DFA.
 
-        So of constraints alone, however they are joined, there is one term in the end.
+        Constraints without token weights are always one term in the end, however they are combined.
         """
-        log_weights = log_weights + 0.0  # -0.0 becomes 0.0: they are equal, but not their bytes
-        worth: dict[bytes, tuple[int, Tensor, Tensor]] = {}
+        log_weights = log_weights + 0.0  # -0.0 becomes 0.0: equal numbers need equal bytes
+        signed = coefficients[:, None] * automaton.final_weights  # (K, Q)
+        groups: dict[bytes, list[int]] = {}
         for row, weights in enumerate(log_weights):
-            nothing = torch.zeros_like(memory.finals[row])
-            key = weights.numpy().tobytes()
-            _, sums, sizes = worth.setdefault(key, (row, nothing, nothing.clone()))
-            sums += coefficients[row] * memory.finals[row]
-            sizes += coefficients[row].abs() * memory.finals[row]
-        for _, sums, sizes in worth.values():
-            sums[sums.abs() <= ROUNDING * sizes] = 0.0
-        signed = [
-            (row, sign, part)
-            for row, sums, _ in worth.values()
-            for sign, part in ((1.0, sums.clamp_min(0.0)), (-1.0, sums.neg().clamp_min(0.0)))
-            if bool((part > 0).any())
-        ]
-        rows, signs = [row for row, *_ in signed], [sign for _, sign, _ in signed]
-        parts = torch.stack([part for *_, part in signed]) if signed else memory.finals[:0]
-        sizes = parts.amax(1)
-        matter = (log_weights[rows] != 0).any(0)
+            groups.setdefault(weights.numpy().tobytes(), []).append(row)
+        rows, signs, sizes = [], [], []
+        for members in groups.values():
+            total = signed[members].sum(0)
+            total[total.abs() <= ROUNDING * signed[members].abs().sum(0)] = 0.0
+            for sign in (1.0, -1.0):  # final weights are not negative: one term for each sign
+                if bool((sign * total > 0).any()):
+                    rows.append(members[0])
+                    signs.append(sign)
+                    sizes.append((sign * total).clamp_min(0.0))
+        finals = torch.stack(sizes) if sizes else automaton.final_weights[:0]
+        largest = finals.amax(1)
+        used = (log_weights[rows] != 0).any(0)
         return cls(
-            torch.tensor(signs, dtype=torch.float64) * sizes,
-            tokens[matter],
-            log_weights[rows][:, matter],
-            Memory(memory.automaton, parts / sizes[:, None]).reduced(),
+            torch.tensor(signs, dtype=torch.float64) * largest,
+            tokens[used],
+            log_weights[rows][:, used],
+            WeightedAutomaton(automaton.dfa, finals / largest[:, None]).minimized(),
         )
 
-    def require_probability(self) -> None:
+    def check_probability(self) -> None:
         """Raise if the terms yield a value outside [0, 1] for the texts that can be tried.
 
         The texts are the empty one and repetitions of one token, in every state of the automaton.
-        Whatever `times`, `either` and `negated` build passes: each operation maps values in [0, 1]
-        to values in [0, 1], in any state and for any weights. Other texts are too many to try;
+        The results of `times`, `either` and `negated` pass: each operation maps values in [0, 1] to
+        values in [0, 1], in any state and for any weights. Other texts are too many to try;
         `probability` clamps their values.
         """
         if not len(self):
             return
         total = float(self.coefficients.abs().sum())
-        if not total <= LARGEST_TOTAL or not bool((self.coefficients > 0).any()):
+        if not total <= MAX_TOTAL or not bool((self.coefficients > 0).any()):
             raise InvalidInputError(
                 "The coefficients do not form a probability: none of them is positive, or they "
                 "are too large."
             )
         tolerance = 1e-6 + 1e-12 * total
-        finals = None if self.memory is None else self.memory.finals
-        signed = self.coefficients[:, None] * (1.0 if finals is None else finals)  # (K, Q)
-        self._require_within(signed, torch.zeros(len(self), 1), tolerance)
-        if self.signed:  # otherwise the empty text has the largest value, and none is negative
-            for count in REPEATS:
-                width = max(1, VALUES_AT_ONCE // max(signed.shape))
-                for log_weights in torch.split(self.log_weights, width, 1):
-                    self._require_within(signed, count * log_weights.double(), tolerance)
+        finals = 1.0 if self.automaton is None else self.automaton.final_weights
+        signed = self.coefficients[:, None] * finals  # (K, Q)
+        _check_range(signed, torch.zeros(len(self), 1), tolerance)
+        if not self.signed:
+            return  # the empty text has the largest value, and no value is negative
+        width = max(1, VALUES_AT_ONCE // max(signed.shape))
+        for count in REPEATS:
+            for log_weights in torch.split(self.log_weights, width, 1):
+                _check_range(signed, count * log_weights.double(), tolerance)
 
-    @staticmethod
-    def _require_within(signed: Tensor, log_weights: Tensor, tolerance: float) -> None:
-        """Raise if a value is outside [0, 1]: (K, Q) signed final weights, (K, n) log-weights."""
-        values = signed.T @ log_weights.double().exp()
-        if not bool(((values >= -tolerance) & (values <= 1 + tolerance)).all()):
-            raise InvalidInputError(
-                f"The terms do not form a probability: their sum reaches "
-                f"{float(values.min()):g} to {float(values.max()):g}, outside [0, 1]."
-            )
+    def sums(self, tokens: Tensor, text_index: Tensor, count: int) -> Tensor:
+        """Add up the log-weights of each of `count` texts: (count, K).
 
-    def sums(self, tokens: Tensor, texts: Tensor, count: int) -> Tensor:
-        """Add up log-weights: (N,) ids, and of which of the `count` texts each is -> (count, K)."""
+        `tokens` (N,) holds the ids of all texts one after the other, and `text_index` (N,) the text
+        of each token, in ascending order.
+        """
         sums = torch.zeros(count, len(self), dtype=torch.float64)
-        if self.memory is not None:
-            sums += self.memory.log_finals(tokens, texts, count)
+        if self.automaton is not None:
+            sums += self.automaton.log_final_weights(tokens, text_index, count)
         if not len(self.tokens):
             return sums
-        place, weighted = lookup(self.tokens, tokens)
-        place, texts = place[weighted], texts[weighted]
-        for term, weights in enumerate(self.log_weights):  # one by one: there may be a thousand
-            sums[:, term].index_add_(0, texts, weights[place].double())
+        index, found = find_sorted(self.tokens, tokens)
+        index, text_index = index[found], text_index[found]
+        for term, weights in enumerate(self.log_weights):  # one at a time to bound the memory
+            sums[:, term].index_add_(0, text_index, weights[index].double())
         return sums
 
     def probability(self, sums: Tensor) -> Tensor:
-        """Combine (..., K) sums of log-weights into p, in [0, 1]: float64.
-
-        1 - w is right to the last digit when w is almost 1, and w when it is almost 0.
-        """
+        """Combine (..., K) sums of log-weights into p, in [0, 1] and float64."""
         if not len(self):
             return torch.zeros(sums.shape[:-1], dtype=torch.float64)
-        return combined(self.coefficients, sums.double())
+        return signed_sum(self.coefficients, sums.double())
 
 
-def combined(coefficients: Tensor, sums: Tensor) -> Tensor:
-    """Give the sum of c_k exp(sums_k) over K terms, in [0, 1]: (..., K), (..., K) -> (...).
+def signed_sum(coefficients: Tensor, log_products: Tensor) -> Tensor:
+    """Compute the sum of c_k exp(log_products_k), in [0, 1]: (..., K), (..., K) -> (...).
 
-    The largest product is taken out, and the others are counted as differences from it.
+    The largest product is factored out and the others are differences from it. So 1 - w is accurate
+    where w is almost 1, and w where it is almost 0.
     """
-    largest = sums.max(-1, keepdim=True).values.clamp_min(-1e300)
-    rest = (coefficients * torch.expm1(sums - largest)).sum(-1)
-    return (largest[..., 0].exp() * (coefficients.sum(-1) + rest)).clamp(0.0, 1.0)
+    largest = log_products.max(-1, keepdim=True).values.clamp_min(-1e300)
+    differences = (coefficients * torch.expm1(log_products - largest)).sum(-1)
+    return (largest[..., 0].exp() * (coefficients.sum(-1) + differences)).clamp(0.0, 1.0)
 
 
-def _require_few(terms: int) -> None:
-    if terms > MOST_TERMS:
+def _check_range(signed: Tensor, log_weights: Tensor, tolerance: float) -> None:
+    """Raise if a value is outside [0, 1]: (K, Q) signed final weights, (K, n) log-weights."""
+    values = signed.T @ log_weights.double().exp()
+    if not bool(((values >= -tolerance) & (values <= 1 + tolerance)).all()):
         raise InvalidInputError(
-            f"The expression has up to {terms:,} terms, and {MOST_TERMS:,} is the most. Use fewer "
-            f"attributes in one expression, or attributes of fewer terms."
+            f"The terms do not form a probability: they add up to values from "
+            f"{float(values.min()):g} to {float(values.max()):g}, outside [0, 1]."
+        )
+
+
+def _check_num_terms(count: int) -> None:
+    if count > MAX_TERMS:
+        raise InvalidInputError(
+            f"The expression has up to {count:,} terms, but at most {MAX_TERMS:,} are allowed. Use "
+            f"fewer attributes in one expression, or attributes of fewer terms."
         )

@@ -1,4 +1,4 @@
-"""The transform of probabilities that sharpens, softens or shifts them."""
+"""Affine transforms of probabilities in logit space."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -11,10 +11,22 @@ from foretrace.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class LogitAffine:
-    """sigma(scale * logit(p) + shift): eq. (transform), with b = scale and c = shift.
+    """The transform sigma(scale * logit(p) + shift): eq. (transform), b = scale and c = shift.
 
     The paper's released code computes sigma(b * (logit(p) - c)): its b = 10, c = 3 is scale = 10,
     shift = -30 here.
+
+    Attributes:
+        scale: The factor of the logit. More than 1 sharpens probabilities, less softens them.
+        shift: The offset of the scaled logit. A negative shift lowers probabilities.
+
+    Raises:
+        InvalidInputError: If the scale is not positive, or a value is not finite.
+
+    Example:
+        >>> import foretrace as ft
+        >>> ft.LogitAffine(scale=2.0)(torch.tensor([0.25, 0.5, 1.0]))
+        tensor([0.1000, 0.5000, 1.0000])
     """
 
     scale: float = 1.0
@@ -23,34 +35,41 @@ class LogitAffine:
     def __post_init__(self) -> None:
         if not (isfinite(self.scale) and isfinite(self.shift) and self.scale > 0):
             raise InvalidInputError(
-                f"A transform needs a scale above 0 and a finite shift, but has {self.scale} and "
-                f"{self.shift}."
+                f"A transform needs a finite scale above 0 and a finite shift, not {self.scale} "
+                f"and {self.shift}."
             )
 
     @property
     def identity(self) -> bool:
-        """Whether it changes nothing."""
+        """Return whether the transform leaves every probability unchanged."""
         return self.scale == 1.0 and self.shift == 0.0
 
     def __call__(self, probability: Tensor) -> Tensor:
-        """Transform probabilities; 0 stays 0 and 1 stays 1."""
+        """Transform probabilities; 0 stays 0 and 1 stays 1.
+
+        Args:
+            probability: Probabilities in [0, 1], of any shape.
+
+        Returns:
+            The transformed probabilities, of the same shape and type.
+        """
         return torch.sigmoid(self.scale * torch.logit(probability) + self.shift)
 
 
 def log_common(log_size: Tensor, scale: Tensor | float, shift: Tensor | float) -> Tensor:
-    """Give what `log_transformed` finds common to all shares of a size."""
+    """Return the second result of `log_transformed`, which does not depend on the shares."""
     return (log_size * scale + shift).clamp_max_(0.0)
 
 
 def log_transformed(
     share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Give log of the transform of share * exp(log_size): what differs, and what is common.
+    """Compute the log of the transform of share * exp(log_size), as two summands.
 
-    (..., n) shares, whose memory is used; (n,) sizes, scales and shifts -> (..., n) and (n,), which
-    add up to it. They are apart because the common part may be so large that the other would be
-    lost in the sum. log sigma(x) is min(x, 0) + log sigma(|x|), which on CPUs is also several times
-    as fast as what torch has.
+    The first summand (..., n) differs between shares, the second (n,) is common to all of them. It
+    may be so large that the first would be lost in their sum. `share` (..., n) is overwritten;
+    sizes, scales and shifts are (n,). log sigma(x) is computed as min(x, 0) + log sigma(|x|), which
+    on CPUs is several times as fast as torch's function.
     """
     rest = torch.addcmul(share.new_ones(()), share, -log_size.exp()).clamp_min_(0.0)  # 1 - p
     logit = share.log_().sub_(rest.log_()).mul_(scale)

@@ -5,8 +5,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.weighted import Memory
-from foretrace.attribute.sorted_ids import lookup
+from foretrace.attribute.automata.weighted import WeightedAutomaton
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.hmm import HMM
 from foretrace.hmm.emission import EmissionSubset
 
@@ -23,10 +23,10 @@ class DeviceAutomaton(NamedTuple):
     emission: EmissionSubset  # the HMM's emission of `tokens`
 
     @classmethod
-    def from_weighted(cls, weighted: Memory, hmm: HMM) -> Self:
+    def from_weighted(cls, weighted: WeightedAutomaton, hmm: HMM) -> Self:
         """Copy an automaton to the HMM's device; end-of-text tokens must not move it."""
-        automaton, device = weighted.automaton, hmm.device
-        transitions = automaton.moves.long()
+        automaton, device = weighted.dfa, hmm.device
+        transitions = automaton.transitions.long()
         rows = transitions.tolist()
         distinct = [list(dict.fromkeys(row)) for row in rows]  # class 0 comes first
         width = max(map(len, distinct))
@@ -60,5 +60,5 @@ class DeviceAutomaton(NamedTuple):
 
     def step(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after one token each: (...) states, (...) ids -> (...)."""
-        index, is_listed = lookup(self.tokens, tokens.contiguous())
+        index, is_listed = find_sorted(self.tokens, tokens)
         return self.transitions[states, torch.where(is_listed, self.classes[index], 0)]

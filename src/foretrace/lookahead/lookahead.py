@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import Attribute
-from foretrace.attribute.sorted_ids import lookup
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
@@ -95,7 +95,7 @@ class Lookahead:
         if tables is None:
             loss = hmm.emission.expect(losses, tokens).clamp(0.0, 1.0)  # (K, h)
             tables = build_tables(hmm, terms, loss, horizon)
-        weighted = terms.memory
+        weighted = terms.automaton
         automaton = None if weighted is None else DeviceAutomaton.from_weighted(weighted, hmm)
         fields = {
             "hmm": hmm,
@@ -174,7 +174,7 @@ class Lookahead:
         """
         if not len(self.tokens):
             return self.coefficients.new_zeros(*tokens.shape, len(self.terms))
-        index, is_weighted = lookup(self.tokens, tokens.contiguous())
+        index, is_weighted = find_sorted(self.tokens, tokens)
         return torch.where(is_weighted.unsqueeze(-1), self._log_weights[index], 0.0)
 
     def eap(self, prefix: TokenIds, remaining: int) -> Tensor:
@@ -291,7 +291,7 @@ def _neutralized(attribute: Attribute, hmm: HMM) -> Terms:
     """Return the terms with weight 1 and no transition for end-of-text and unknown tokens."""
     terms, vocab_size = attribute.terms, attribute.config.vocab_size
     neutral = list(hmm.config.eos_token_ids)
-    if terms.memory is None:
+    if terms.automaton is None:
         return terms.without(neutral)
     neutral += range(vocab_size or hmm.vocab_size, hmm.vocab_size)
-    return terms.without(neutral).reading_below(hmm.vocab_size)
+    return terms.without(neutral).restricted(hmm.vocab_size)

@@ -39,7 +39,7 @@ def stores_complement(terms: Terms) -> bool:
     Terms of both signs may cancel; the complement keeps the digits of small differences. Tables
     with an automaton are rescaled instead: a constraint is improbable, and its complement near 1.
     """
-    return terms.signed and terms.memory is None
+    return terms.signed and terms.automaton is None
 
 
 def build_tables(hmm: HMM, terms: Terms, loss: Tensor, horizon: int) -> Tables:
@@ -51,8 +51,10 @@ def build_tables(hmm: HMM, terms: Terms, loss: Tensor, horizon: int) -> Tables:
     D[r, q] = transition @ (loss + sum over q' of weight(q, q') D[r - 1, q']).
     """
     successors = _successors(hmm, terms, loss)
-    final_weights = torch.ones(len(terms), 1) if terms.memory is None else terms.memory.finals
-    complement, has_automaton = stores_complement(terms), terms.memory is not None
+    final_weights = (
+        torch.ones(len(terms), 1) if terms.automaton is None else terms.automaton.final_weights
+    )
+    complement, has_automaton = stores_complement(terms), terms.automaton is not None
     first = (1 - final_weights if complement else final_weights).to(loss)
     values = loss.new_empty(horizon + 1, *first.shape, hmm.num_states)
     log_scales = values.new_zeros(values.shape[:3], dtype=torch.float64)
@@ -84,10 +86,10 @@ def _rescale_(values: Tensor, log_scales: Tensor) -> None:
 def _successors(hmm: HMM, terms: Terms, loss: Tensor) -> list[Successors]:
     """Return the successors of each automaton state; classes with one target are summed."""
     kept = 1 - loss
-    if terms.memory is None:
+    if terms.automaton is None:
         return [Successors(torch.zeros(1, dtype=torch.long), kept.unsqueeze(1))]
-    automaton = terms.memory.automaton
-    class_weights = kept.new_zeros(len(terms), automaton.moves.shape[1], hmm.num_states)
+    automaton = terms.automaton.dfa
+    class_weights = kept.new_zeros(len(terms), automaton.transitions.shape[1], hmm.num_states)
     token_weights = terms.weights(automaton.tokens).to(loss)  # (K, M)
     for token_class in range(1, class_weights.shape[1]):
         mask = automaton.classes == token_class
@@ -96,7 +98,7 @@ def _successors(hmm: HMM, terms: Terms, loss: Tensor) -> list[Successors]:
         class_weights[:, token_class] = expected
     class_weights[:, 0] = (kept - class_weights[:, 1:].sum(1)).clamp_min(0.0)
     successors = []
-    for transitions in automaton.moves.long():
+    for transitions in automaton.transitions.long():
         targets, target_index = torch.unique(transitions, return_inverse=True)
         weights = class_weights.new_zeros(len(terms), len(targets), hmm.num_states)
         weights.index_add_(1, target_index.to(weights.device), class_weights)

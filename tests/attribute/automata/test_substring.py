@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute
-from foretrace.attribute.automata.dfa import Automaton
+from foretrace.attribute.automata.dfa import DFA
 from foretrace.errors import InvalidInputError
 
 SPELLED = [b"", b"a", b"b", b"ab", b"ba", b" a", b"bab", "é".encode()[:1], "é".encode()[1:]]
@@ -66,29 +66,29 @@ def test_with_weights_they_multiply() -> None:
 
 def test_what_is_always_true_needs_no_memory() -> None:
     must = Attribute.occurrence("ab", SPELLED)
-    assert (must | ~must).terms.memory is None
+    assert (must | ~must).terms.automaton is None
     assert len((must & ~must).terms) == 0  # of no text
     assert (~~must) is must
-    twice = (must & must).terms.memory
+    twice = (must & must).terms.automaton
     assert twice is not None
-    assert twice.automaton.num_states == 3  # as few as of one
+    assert twice.dfa.num_states == 3  # as few as of one
 
 
 def test_how_many_tokens_it_takes() -> None:
-    must = Attribute.occurrence("abab", SPELLED).terms.memory
+    must = Attribute.occurrence("abab", SPELLED).terms.automaton
     assert must is not None
-    fewest = must.fewest(len(SPELLED))
+    fewest = must.min_tokens(len(SPELLED))
     assert int(fewest[0]) == 2  # ab, ab
-    never = Automaton.idle().fewest(torch.tensor([False]), 4)
+    never = DFA.trivial().min_tokens_to(torch.tensor([False]), 4)
     assert int(never[0]) == 2**31 - 1
 
 
 def test_tokens_can_be_passed_by() -> None:
-    must = Attribute.occurrence("ab", SPELLED).terms.without([2]).memory
+    must = Attribute.occurrence("ab", SPELLED).terms.without([2]).automaton
     assert must is not None
-    states = torch.arange(must.automaton.num_states)
-    assert torch.equal(must.automaton.after(states, torch.full_like(states, 2)), states)
-    assert not torch.equal(must.automaton.after(states, torch.full_like(states, 1)), states)
+    states = torch.arange(must.dfa.num_states)
+    assert torch.equal(must.dfa.step(states, torch.full_like(states, 2)), states)
+    assert not torch.equal(must.dfa.step(states, torch.full_like(states, 1)), states)
 
 
 @pytest.mark.parametrize("wrong", [[], [""], ["a", ""], ["a" * 1025]])

@@ -1,1 +1,1 @@
-"""Finite automata that attributes weigh: deterministic ones, substrings, final weights."""
+"""Finite automata over tokens: DFAs, substring search, and weights of final states."""

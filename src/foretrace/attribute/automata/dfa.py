@@ -1,7 +1,8 @@
-"""Readers of tokens that remember: a finite automaton, deterministic, over classes of tokens.
+"""Deterministic finite automata over token classes.
 
-What no single token shows, a phrase or a word that must occur, an automaton sees: it moves with
-every token, and attributes may weigh where it is. Tokens that move it alike are of one class.
+A product of token weights cannot express that a phrase occurs. A DFA can: it changes its state with
+every token, and attributes weight the state that it ends in. Tokens with the same transitions form
+a class.
 """
 
 from collections.abc import Sequence
@@ -12,191 +13,198 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.sorted_ids import lookup
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.errors import InvalidInputError
 
-MOST_STATES = 512  # every state multiplies the tables of a lookahead
+MAX_STATES = 512  # every state multiplies the size of a lookahead table
+UNREACHABLE = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, eq=False)
-class Automaton:
-    """Begins in state 0; a token of class c takes it from state q to `moves[q, c]`."""
+class DFA:
+    """A DFA with start state 0; a token of class c leads from state q to `transitions[q, c]`."""
 
-    tokens: Tensor  # (M,) int32, rising; all others are of class 0
+    tokens: Tensor  # (M,) int32, ascending; all other tokens are of class 0
     classes: Tensor  # (M,) int32, at least 1
-    moves: Tensor  # (Q, C) int32
+    transitions: Tensor  # (Q, C) int32
 
     def __post_init__(self) -> None:
-        ordered = bool((self.tokens[1:] > self.tokens[:-1]).all()) and not bool(
-            (self.tokens < 0).any()
-        )
-        table = self.moves.dim() == 2 and self.moves.numel() > 0
-        if not table or self.tokens.shape != self.classes.shape or not ordered:
+        ascending = bool((self.tokens[1:] > self.tokens[:-1]).all())
+        is_table = self.transitions.dim() == 2 and self.transitions.numel() > 0
+        same_shape = self.tokens.shape == self.classes.shape
+        if not (is_table and same_shape and ascending) or bool((self.tokens < 0).any()):
             raise InvalidInputError(
-                "An automaton needs its tokens once each, in rising order, a class for each of "
-                "them, and a table of moves."
+                "An automaton needs distinct token ids in ascending order, one class for each "
+                "token, and a two-dimensional table of transitions."
             )
-        states, classes = self.moves.shape
-        bounds = ((self.classes, 1, classes), (self.moves, 0, states))
-        if any(bool(((each < low) | (each >= high)).any()) for each, low, high in bounds):
+        states, classes = self.transitions.shape
+        ranges = ((self.classes, 1, classes), (self.transitions, 0, states))
+        if any(bool(((ids < low) | (ids >= high)).any()) for ids, low, high in ranges):
             raise InvalidInputError(
-                f"An automaton of {states} states and {classes} classes names others."
+                f"An automaton of {states} states and {classes} classes refers to others."
             )
-        if states > MOST_STATES:
+        if states > MAX_STATES:
             raise InvalidInputError(
-                f"The automaton has {states:,} states, and {MOST_STATES:,} is the most. Use fewer "
-                f"or shorter texts in one expression."
+                f"The automaton has {states:,} states, but at most {MAX_STATES:,} are allowed. Use "
+                f"fewer or shorter texts in one expression."
             )
 
     @classmethod
-    def idle(cls) -> Self:
-        """Give the automaton that remembers nothing."""
+    def trivial(cls) -> Self:
+        """Return the DFA of one state."""
         none = torch.zeros(0, dtype=torch.int32)
         return cls(none, none, torch.zeros(1, 1, dtype=torch.int32))
 
     @classmethod
-    def from_rows(cls, rows: Tensor, owner: Tensor) -> Self:
-        """Make one from rows of where each state leads, (C, Q), and which is each token's: (V,).
+    def from_state_maps(cls, maps: Tensor, map_index: Tensor) -> Self:
+        """Build a DFA from the state map of every token.
 
-        The row that most tokens have becomes class 0, which is not stored.
+        `maps` (C, Q) lists the distinct maps from a state to the next one, and `map_index` (V,) the
+        map of each token. The most frequent map becomes class 0, whose tokens are not stored.
         """
-        order = torch.bincount(owner, minlength=len(rows)).argsort(descending=True, stable=True)
-        classes = _inverse(order)[owner]
+        counts = torch.bincount(map_index, minlength=len(maps))
+        order = counts.argsort(descending=True, stable=True)
+        classes = _inverse(order)[map_index]
         tokens = classes.nonzero()[:, 0]
-        return cls(tokens.int(), classes[tokens].int(), rows[order].T.int().contiguous())
+        return cls(tokens.int(), classes[tokens].int(), maps[order].T.int().contiguous())
 
     @property
     def num_states(self) -> int:
-        """Q."""
-        return self.moves.shape[0]
+        """Return the number of states, Q."""
+        return self.transitions.shape[0]
 
     @cached_property
-    def is_idle(self) -> bool:
-        """Whether it never moves."""
+    def is_trivial(self) -> bool:
+        """Return whether there is only one state."""
         return self.num_states == 1
 
     def class_of(self, tokens: Tensor) -> Tensor:
-        """Give the classes of tokens: (...) ids -> (...)."""
+        """Return the classes of tokens: (...) ids -> (...)."""
         if not len(self.tokens):
             return torch.zeros_like(tokens)
-        place, found = lookup(self.tokens, tokens)
-        return torch.where(found, self.classes[place].to(tokens.dtype), 0)
+        index, found = find_sorted(self.tokens, tokens)
+        return torch.where(found, self.classes[index].to(tokens.dtype), 0)
 
-    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Move: (...) states, (...) ids -> (...) states."""
-        return self.moves[states.long(), self.class_of(tokens).long()].to(states.dtype)
+    def step(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Return the next states: (...) states, (...) token ids -> (...) states."""
+        return self.transitions[states.long(), self.class_of(tokens).long()].to(states.dtype)
 
-    def resting(self, tokens: Sequence[int]) -> Self:
-        """Give the same, but that these tokens move it nowhere: ends of texts."""
-        if self.is_idle or not tokens:
+    def with_self_loops(self, tokens: Sequence[int]) -> Self:
+        """Return a copy in which these tokens, such as end-of-text, do not change the state."""
+        if self.is_trivial or not tokens:
             return self
-        given = torch.tensor(sorted(set(tokens)), dtype=torch.int32)
-        kept = ~torch.isin(self.tokens, given)
-        every = torch.cat([self.tokens[kept], given])
-        rest = torch.full_like(given, self.moves.shape[1])
-        order = every.argsort()
-        stay = torch.arange(self.num_states, dtype=torch.int32)[:, None]
-        classes = torch.cat([self.classes[kept], rest])[order]
-        return type(self)(every[order], classes, torch.cat([self.moves, stay], 1))
+        looping = torch.tensor(sorted(set(tokens)), dtype=torch.int32)
+        kept = ~torch.isin(self.tokens, looping)
+        all_tokens = torch.cat([self.tokens[kept], looping])
+        new_class = torch.full_like(looping, self.transitions.shape[1])
+        order = all_tokens.argsort()
+        classes = torch.cat([self.classes[kept], new_class])[order]
+        self_loops = torch.arange(self.num_states, dtype=torch.int32)[:, None]
+        transitions = torch.cat([self.transitions, self_loops], 1)
+        return type(self)(all_tokens[order], classes, transitions)
 
-    def beside(self, other: Self) -> "Pair":
-        """Run both at once: the states that both together can be in."""
+    def product(self, other: Self) -> "Product":
+        """Return the product automaton, with the pairs of states that can be reached."""
         tokens = torch.unique(torch.cat([self.tokens, other.tokens]))
         pairs = torch.stack([self.class_of(tokens), other.class_of(tokens)], 1)
-        pairs = torch.cat([torch.zeros(1, 2, dtype=pairs.dtype), pairs])  # class 0: of neither
-        kinds, owner = torch.unique(pairs, dim=0, return_inverse=True)
-        left, right = self.moves[:, kinds[:, 0].long()], other.moves[:, kinds[:, 1].long()]
-        met = {(0, 0): 0}
-        moves: list[list[int]] = []
-        for a, b in (queue := [(0, 0)]):  # grows while it is read
+        pairs = torch.cat([torch.zeros(1, 2, dtype=pairs.dtype), pairs])  # class 0 of both
+        classes, class_index = torch.unique(pairs, dim=0, return_inverse=True)
+        left = self.transitions[:, classes[:, 0].long()]
+        right = other.transitions[:, classes[:, 1].long()]
+        numbers = {(0, 0): 0}
+        transitions: list[list[int]] = []
+        for a, b in (queue := [(0, 0)]):  # grows during the iteration
             row = []
             for pair in zip(left[a].tolist(), right[b].tolist(), strict=True):
-                if pair not in met:
-                    met[pair] = len(met)
+                if pair not in numbers:
+                    numbers[pair] = len(numbers)
                     queue.append(pair)
-                row.append(met[pair])
-            moves.append(row)
-            if len(met) > MOST_STATES:
-                break  # refused below
-        whole = torch.tensor(moves + [[0] * len(kinds)] * (len(met) - len(moves)))
-        joined = type(self)(tokens.int(), owner[1:].int(), whole.int())
-        states = torch.tensor(list(met))
-        return Pair(joined, states[:, 0], states[:, 1])
+                row.append(numbers[pair])
+            transitions.append(row)
+            if len(numbers) > MAX_STATES:
+                break  # the constructor below refuses it
+        missing = [[0] * len(classes)] * (len(numbers) - len(transitions))
+        table = torch.tensor(transitions + missing)
+        states = torch.tensor(list(numbers))
+        dfa = type(self)(tokens.int(), class_index[1:].int(), table.int())
+        return Product(dfa, states[:, 0], states[:, 1])
 
-    def merged(self, outputs: Tensor) -> "Merged":
-        """Give the smallest automaton with the same outputs, (n, Q), wherever it may come."""
-        if self.is_idle:
-            return Merged(self, torch.zeros(1, dtype=torch.long))
+    def minimized(self, outputs: Tensor) -> "Minimized":
+        """Return the smallest DFA with the same outputs (n, Q) after every text."""
+        if self.is_trivial:
+            return Minimized(self, torch.zeros(1, dtype=torch.long))
         _, block = torch.unique(outputs, dim=1, return_inverse=True)
         count = 0
-        while (found := int(block.max()) + 1) > count:  # Moore: split what moves apart
-            count = found
-            apart = torch.cat([block[:, None], block[self.moves.long()]], 1)
-            _, block = torch.unique(apart, dim=0, return_inverse=True)
-        met = {int(block[0]): 0}  # of each that can be reached, a state that is like it
-        for state in (queue := [0]):
-            for target in self.moves[state].tolist():
-                if int(block[target]) not in met:
-                    met[int(block[target])] = target
+        while (num_blocks := int(block.max()) + 1) > count:  # Moore's partition refinement
+            count = num_blocks
+            signature = torch.cat([block[:, None], block[self.transitions.long()]], 1)
+            _, block = torch.unique(signature, dim=0, return_inverse=True)
+        representative = {int(block[0]): 0}  # of every block that can be reached
+        for state in (queue := [0]):  # grows during the iteration
+            for target in self.transitions[state].tolist():
+                if int(block[target]) not in representative:
+                    representative[int(block[target])] = target
                     queue.append(target)
-        if len(met) == 1:
-            return Merged(type(self).idle(), torch.zeros(1, dtype=torch.long))
-        first = torch.tensor(list(met.values()))
-        place = torch.zeros(count, dtype=torch.long)
-        place[torch.tensor(list(met))] = torch.arange(len(met))
-        return Merged(self._with_fewer_classes(place[block[self.moves[first].long()]]), first)
+        if len(representative) == 1:
+            return Minimized(type(self).trivial(), torch.zeros(1, dtype=torch.long))
+        states = torch.tensor(list(representative.values()))
+        number = torch.zeros(count, dtype=torch.long)
+        number[torch.tensor(list(representative))] = torch.arange(len(representative))
+        transitions = number[block[self.transitions[states].long()]]
+        return Minimized(self._with_merged_classes(transitions), states)
 
-    def _with_fewer_classes(self, moves: Tensor) -> Self:
-        """Put classes together that move alike; class 0 stays the first."""
-        kinds, owner = torch.unique(moves, dim=1, return_inverse=True)
-        order = torch.arange(kinds.shape[1])
-        order[0], order[owner[0]] = int(owner[0]), 0  # swap
-        classes = _inverse(order)[owner][self.classes.long()]
-        own = classes > 0
-        return type(self)(self.tokens[own], classes[own].int(), kinds[:, order].int())
+    def _with_merged_classes(self, transitions: Tensor) -> Self:
+        """Return a DFA with this table, in which equal columns are one class; 0 stays class 0."""
+        columns, column_index = torch.unique(transitions, dim=1, return_inverse=True)
+        order = torch.arange(columns.shape[1])
+        order[0], order[column_index[0]] = int(column_index[0]), 0  # swap
+        classes = _inverse(order)[column_index][self.classes.long()]
+        stored = classes > 0
+        return type(self)(self.tokens[stored], classes[stored].int(), columns[:, order].int())
 
-    def reading_below(self, vocab_size: int) -> Self:
-        """Give the same, of a vocabulary that ends there."""
+    def restricted(self, vocab_size: int) -> Self:
+        """Return a copy without the tokens from `vocab_size` on."""
         kept = self.tokens < vocab_size
-        return type(self)(self.tokens[kept], self.classes[kept], self.moves)
+        return type(self)(self.tokens[kept], self.classes[kept], self.transitions)
 
-    def fewest(self, wanted: Tensor, vocab_size: int) -> Tensor:
-        """Count the tokens it takes at least from each state to one that is wanted: (Q,).
+    def min_tokens_to(self, accepting: Tensor, vocab_size: int) -> Tensor:
+        """Return the length of the shortest text from each state to an accepting one: (Q,).
 
-        What cannot be reached is 2^31 - 1 away. Classes that have no token take nobody anywhere.
+        `accepting` is (Q,) bool. The length is `UNREACHABLE` where there is no such text. A class
+        without tokens cannot be used.
         """
-        never = torch.iinfo(torch.int32).max
-        used = torch.unique(self.classes).long()
+        classes = torch.unique(self.classes).long()
         if len(self.tokens) < vocab_size:
-            used = torch.cat([torch.zeros(1, dtype=torch.long), used])
-        moves = self.moves[:, used].long()
-        fewest = torch.where(wanted, 0, never)
-        for _ in range(self.num_states if len(used) else 0):
-            step = fewest[moves].min(1).values
-            shorter = torch.minimum(fewest, torch.where(step < never, step + 1, never))
-            if torch.equal(shorter, fewest):
+            classes = torch.cat([torch.zeros(1, dtype=torch.long), classes])
+        transitions = self.transitions[:, classes].long()
+        distance = torch.where(accepting, 0, UNREACHABLE)
+        for _ in range(self.num_states if len(classes) else 0):
+            nearest = distance[transitions].min(1).values
+            onward = torch.where(nearest < UNREACHABLE, nearest + 1, UNREACHABLE)
+            shorter = torch.minimum(distance, onward)
+            if torch.equal(shorter, distance):
                 break
-            fewest = shorter
-        return fewest
+            distance = shorter
+        return distance
 
 
-class Pair(NamedTuple):
-    """Two automata as one, and the states of each that its states stand for."""
+class Product(NamedTuple):
+    """The product of two DFAs, and the state of each factor in every state of the product."""
 
-    automaton: Automaton
+    dfa: DFA
     left: Tensor  # (Q,)
     right: Tensor  # (Q,)
 
 
-class Merged(NamedTuple):
-    """A smaller automaton, and of each of its states one that it was before."""
+class Minimized(NamedTuple):
+    """A minimized DFA, and for each of its states one equivalent state of the original."""
 
-    automaton: Automaton
-    first: Tensor  # (Q,)
+    dfa: DFA
+    representatives: Tensor  # (Q,)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """Give where each number stands in a permutation: (n,) -> (n,)."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return place
+def _inverse(permutation: Tensor) -> Tensor:
+    """Return the inverse of a permutation: (n,) -> (n,)."""
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse

@@ -1,4 +1,4 @@
-"""What terms remember of a text beside its tokens' weights: where an automaton ends."""
+"""Weighted automata: a DFA, and the weight of its final state in each term."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,62 +7,74 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.dfa import Automaton
+from foretrace.attribute.automata.dfa import DFA
 from foretrace.errors import InvalidInputError
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
-    """An automaton that reads the text, and what the state it ends in is worth to each term."""
+class WeightedAutomaton:
+    """A DFA that reads the text, and for each term the weight of the state that it ends in."""
 
-    automaton: Automaton
-    finals: Tensor  # (K, Q) float64, in [0, 1]
+    dfa: DFA
+    final_weights: Tensor  # (K, Q) float64, in [0, 1]
 
     def __post_init__(self) -> None:
-        wrong = self.finals.dim() != 2 or self.finals.shape[1] != self.automaton.num_states
-        if wrong or not bool(((self.finals >= 0) & (self.finals <= 1)).all()):
+        weights, states = self.final_weights, self.dfa.num_states
+        wrong_shape = weights.dim() != 2 or weights.shape[1] != states
+        if wrong_shape or not bool(((weights >= 0) & (weights <= 1)).all()):
             raise InvalidInputError(
-                f"Each of the {self.automaton.num_states} states of an automaton needs a number in "
-                f"[0, 1] for every term: what it is worth to end there."
+                f"An automaton of {states} states needs a final weight in [0, 1] for every term "
+                f"and state."
             )
 
-    def resting(self, tokens: Sequence[int]) -> Self:
-        """Give the same, but that these tokens are not read."""
-        return type(self)(self.automaton.resting(tokens), self.finals)
+    def with_self_loops(self, tokens: Sequence[int]) -> Self:
+        """Return a copy in which these tokens do not change the state."""
+        return type(self)(self.dfa.with_self_loops(tokens), self.final_weights)
 
-    def reading_below(self, vocab_size: int) -> Self:
-        """Give the same, of a vocabulary that ends there."""
-        return type(self)(self.automaton.reading_below(vocab_size), self.finals)
+    def restricted(self, vocab_size: int) -> Self:
+        """Return a copy without the tokens from `vocab_size` on."""
+        return type(self)(self.dfa.restricted(vocab_size), self.final_weights)
 
-    def fewest(self, vocab_size: int) -> Tensor:
-        """Count the tokens it takes at least from each state to a worthy end: (Q,)."""
-        return self.automaton.fewest((self.finals > 0).any(0), vocab_size)
+    def min_tokens(self, vocab_size: int) -> Tensor:
+        """Return the fewest tokens from each state to one with a positive final weight: (Q,)."""
+        return self.dfa.min_tokens_to((self.final_weights > 0).any(0), vocab_size)
 
-    def reduced(self) -> Self | None:
-        """Give the smallest that is worth the same; None if it does not matter where it ends."""
-        if not len(self.finals):
+    def minimized(self) -> Self | None:
+        """Return the smallest equivalent automaton; None if all texts have the same weights."""
+        if not len(self.final_weights):
             return None
-        automaton, first = self.automaton.merged(self.finals)
-        return None if automaton.is_idle else type(self)(automaton, self.finals[:, first])
+        dfa, representatives = self.dfa.minimized(self.final_weights)
+        return None if dfa.is_trivial else type(self)(dfa, self.final_weights[:, representatives])
 
-    def log_finals(self, tokens: Tensor, texts: Tensor, count: int) -> Tensor:
-        """Read texts: (N,) ids, and of which of the `count` each is, in order -> (count, K)."""
-        lengths = torch.bincount(texts, minlength=count)
-        begins = lengths.cumsum(0) - lengths
+    def log_final_weights(self, tokens: Tensor, text_index: Tensor, count: int) -> Tensor:
+        """Return the log final weights of `count` texts: (count, K).
+
+        `tokens` (N,) holds the ids of all texts one after the other, and `text_index` (N,) the text
+        of each token, in ascending order.
+        """
+        lengths = torch.bincount(text_index, minlength=count)
+        starts = lengths.cumsum(0) - lengths
         states = torch.zeros(count, dtype=torch.long)
-        for place in range(int(lengths.max()) if count else 0):
-            going = (lengths > place).nonzero()[:, 0]
-            states[going] = self.automaton.after(states[going], tokens[begins[going] + place])
-        return self.finals.T[states].log()
+        for position in range(int(lengths.max()) if count else 0):
+            active = (lengths > position).nonzero()[:, 0]
+            states[active] = self.dfa.step(states[active], tokens[starts[active] + position])
+        return self.final_weights.T[states].log()
 
 
-def together(
-    left: Memory | None, right: Memory | None, *terms: int
-) -> tuple[Automaton, Tensor, Tensor]:
-    """Give one automaton for both, and what its states are worth to the terms of each."""
-    one, other = (
-        memory or Memory(Automaton.idle(), torch.ones(count, 1, dtype=torch.float64))
-        for memory, count in zip((left, right), terms, strict=True)
+def align(
+    left: WeightedAutomaton | None, right: WeightedAutomaton | None, *num_terms: int
+) -> tuple[DFA, Tensor, Tensor]:
+    """Return the product of both DFAs, and the final weights of each side over its states.
+
+    `num_terms` are the numbers of terms of both sides. None stands for weights of 1.
+    """
+    first, second = (
+        automaton or WeightedAutomaton(DFA.trivial(), torch.ones(count, 1, dtype=torch.float64))
+        for automaton, count in zip((left, right), num_terms, strict=True)
     )
-    pair = one.automaton.beside(other.automaton)
-    return pair.automaton, one.finals[:, pair.left], other.finals[:, pair.right]
+    product = first.dfa.product(second.dfa)
+    return (
+        product.dfa,
+        first.final_weights[:, product.left],
+        second.final_weights[:, product.right],
+    )

@@ -15,7 +15,7 @@ from foretrace.attribute.fitting import objectives
 from foretrace.attribute.fitting.counts import Texts, token_counts
 from foretrace.attribute.fitting.held_out import figures, ranking
 from foretrace.attribute.fitting.objectives import Array
-from foretrace.attribute.terms import MOST_TERMS, Terms
+from foretrace.attribute.terms import MAX_TERMS, Terms
 from foretrace.attribute.transform import LogitAffine
 from foretrace.errors import InvalidInputError
 
@@ -55,10 +55,10 @@ class FitConfig:
             raise InvalidInputError(
                 f"The objective is {' or '.join(OBJECTIVES)}, not '{self.objective}'."
             )
-        if not 1 <= self.terms <= MOST_TERMS or (self.terms > 1 and self.objective == "log-mse"):
+        if not 1 <= self.terms <= MAX_TERMS or (self.terms > 1 and self.objective == "log-mse"):
             raise InvalidInputError(
                 f"An attribute of {self.terms} terms cannot be fitted by {self.objective}: log-mse "
-                f"fits one, cross-entropy 1 to {MOST_TERMS:,}."
+                f"fits one, cross-entropy 1 to {MAX_TERMS:,}."
             )
         penalised = isfinite(self.penalty) and self.penalty >= 0
         if not (penalised and self.min_texts >= 1 and 0 < self.held_out < 1 and self.seed >= 0):

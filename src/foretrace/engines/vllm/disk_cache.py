@@ -76,7 +76,7 @@ class DiskCache:
         """Load a lookahead that was built for this HMM."""
         attribute, path = self.attribute(key), self._files(key)[1]
         tensors, _ = _io.read_tensors(path)
-        shape = (horizon + 1, len(attribute.terms), attribute.terms.states)
+        shape = (horizon + 1, len(attribute.terms), attribute.terms.num_states)
         # Copy: the file may be evicted while the tensors are used, and small mappings are many.
         values = _io.take_tensor(tensors, "values", (*shape, hmm.num_states), path).clone()
         log_scales = _io.take_tensor(tensors, "log_scales", shape, path).clone()

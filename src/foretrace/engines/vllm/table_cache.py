@@ -156,7 +156,7 @@ class TableCache:
         terms = self.disk.attribute(key).terms
         if terms.memory is None:
             return GoalSize(len(terms), None)
-        return GoalSize(len(terms), int(terms.memory.fewest(self.hmm.vocab_size)[0]))
+        return GoalSize(len(terms), int(terms.automaton.min_tokens(self.hmm.vocab_size)[0]))
 
     def goals(
         self, params: SteeringParams, keys: list[str], *, build: bool = True
@@ -260,7 +260,8 @@ class TableCache:
             small = expression.build(
                 attributes, lambda mention: Attribute.occurrence(mention.texts, BYTES)
             ).terms
-            if small.states > MAX_STATES or small.states * len(small) > MAX_TABLES:
+            states = small.num_states
+            if states > MAX_STATES or states * len(small) > MAX_TABLES:
                 raise InvalidInputError(
                     f"The required and forbidden texts need an automaton of {small.states} states "
                     f"for each of {len(small)} terms. At most {MAX_STATES} states are allowed, and "
