@@ -103,7 +103,7 @@ def test_what_is_malformed_is_refused(text: str) -> None:
         ("a b", "unexpected 'b' at column 3"),
         ("a  +", r"unexpected '\+' at column 4"),
         ("(a))", r"unexpected '\)' at column 4"),
-        ("a & ", "a name is missing at the end"),
+        ("a & ", "it ends where a name was expected"),
         ("(a", "a parenthesis is not closed"),
         (r'mentions("\x")', "not valid JSON"),
     ],

@@ -1,4 +1,4 @@
-"""Attributes: token-weight classifiers, fitted in a second and composed exactly."""
+"""Attributes: token-weight classifiers that are fitted in a second and combined exactly."""
 
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig

@@ -202,7 +202,7 @@ class _Parser:
             token = match[0].lstrip()
             self._read(match, token, position - len(token))
         if self.expects_operand:
-            raise self._malformed("a name is missing at the end")
+            raise self._malformed("it ends where a name was expected")
         self._pop_operators(0)
         if self.operators:
             raise self._malformed("a parenthesis is not closed")

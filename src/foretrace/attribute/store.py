@@ -1,4 +1,4 @@
-"""Many attributes in one folder, found by name."""
+"""A folder of attributes, found by name."""
 
 import os
 import re
@@ -10,14 +10,32 @@ from foretrace.attribute.attribute import Attribute
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 SUFFIX = ".safetensors"
-UNFIT = re.compile(r'^\.|[/\\%:*?"<>|\x00-\x1f]')
-LONGEST = 200  # bytes of a file's name, with room for the ending and for a scratch file's
+ESCAPED = re.compile(r'^\.|[/\\%:*?"<>|\x00-\x1f]')
+MAX_NAME_BYTES = 200  # leaves room for the suffix and the name of a temporary file
 
 
 class AttributeStore(Mapping[str, Attribute]):
-    """A folder with one file per attribute, read when asked for: `store["nontoxic"]`.
+    """A folder with one file per attribute, as a mapping from names to attributes.
 
-    A name is its file's name, so one attribute is found without a look at the others.
+    A file is read when its name is looked up, and every time. The file name is the name of the
+    attribute, so a lookup reads no other file.
+
+    Args:
+        folder: The folder. It may be created later.
+        tokenizer_fingerprint: The fingerprint of the tokenizer in use. Attributes of another
+            tokenizer are refused.
+
+    Attributes:
+        folder: The folder.
+        tokenizer_fingerprint: The fingerprint to compare with.
+
+    Example:
+        >>> store = ft.AttributeStore(folder)
+        >>> store.add(attribute)
+        >>> list(store)
+        ['nontoxic']
+        >>> store["nontoxic"].name
+        'nontoxic'
     """
 
     def __init__(
@@ -27,16 +45,41 @@ class AttributeStore(Mapping[str, Attribute]):
         self.tokenizer_fingerprint = tokenizer_fingerprint
 
     def path(self, name: str) -> Path:
-        """Give the file of that name: characters that file systems dislike are percent-encoded."""
-        encoded = UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", name)
-        if not 0 < len(encoded.encode("utf-8", "replace")) <= LONGEST:
+        """Return the file of a name; special characters are percent-encoded.
+
+        Args:
+            name: The name of an attribute.
+
+        Returns:
+            The path, whether the file exists or not.
+
+        Raises:
+            InvalidInputError: If the name is empty or too long.
+
+        Example:
+            >>> ft.AttributeStore(folder).path("a/b").name
+            'a%2Fb.safetensors'
+        """
+        encoded = ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", name)
+        if not 0 < len(encoded.encode("utf-8", "replace")) <= MAX_NAME_BYTES:
             raise InvalidInputError(
-                f"An attribute in a store needs a name of 1 to {LONGEST} bytes, not '{name[:40]}'."
+                f"An attribute in a store needs a name of 1 to {MAX_NAME_BYTES} bytes, not "
+                f"'{name[:40]}'."
             )
         return self.folder / f"{encoded}{SUFFIX}"
 
     def add(self, attribute: Attribute) -> None:
-        """Write an attribute under its own name, in place of one that had the name before."""
+        """Write an attribute under its name; replace an attribute of the same name.
+
+        Args:
+            attribute: The attribute.
+
+        Raises:
+            InvalidInputError: If its name is empty or too long.
+
+        Example:
+            >>> ft.AttributeStore(folder).add(attribute.renamed("friendly"))
+        """
         attribute.save(self.path(attribute.name))
 
     def __getitem__(self, name: str) -> Attribute:
@@ -61,7 +104,7 @@ class AttributeStore(Mapping[str, Attribute]):
         yield from sorted(name for name, file in named if self._is_file_of(name, file))
 
     def _is_file_of(self, name: str, file: str) -> bool:
-        """Tell whether this store would look for the name there."""
+        """Return whether the store would look for the name in this file."""
         try:
             return self.path(name).name == file
         except InvalidInputError:

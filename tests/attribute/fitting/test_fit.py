@@ -110,7 +110,7 @@ def test_the_transform_is_chosen_on_validation_texts(
     backwards: bool,
     expected: LogitAffine,
 ) -> None:
-    monkeypatch.setattr(fit, "CHOICES", choices)
+    monkeypatch.setattr(fit, "TRANSFORMS", choices)
     texts, scores = scored_texts(300, 1)
     validation = (texts, [1 - score for score in scores] if backwards else scores)
     fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
@@ -128,7 +128,7 @@ def test_a_transform_that_is_given_is_used() -> None:
 def test_windows_of_one_text_are_held_out_together() -> None:
     texts, scores = scored_texts(1000)
     groups = [index // 4 for index in range(1000)]
-    fitting, held_out = fit.Examples.of(texts, scores, VOCAB, groups).split(0.1, seed=0)
+    fitting, held_out = fit.Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
     assert not set(fitting.groups) & set(held_out.groups)
     assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
     facts = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit

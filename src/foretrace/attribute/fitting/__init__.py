@@ -1,1 +1,1 @@
-"""Fit an attribute to scored texts."""
+"""Fit attributes to scored texts."""

@@ -1,4 +1,4 @@
-"""How well an attribute does on texts that it was not fitted to."""
+"""Metrics of a fit on held-out texts."""
 
 from typing import Any
 
@@ -10,26 +10,26 @@ Array = NDArray[np.float64]
 BINS = 20
 
 
-def ranking(probabilities: Array, scores: Array) -> float | None:
-    """Give the AUC: how often a text that has the attribute gets more than one that has not.
+def auc(probabilities: Array, scores: Array) -> float | None:
+    """Compute the AUC: how often a text with the attribute ranks above a text without it.
 
-    A text has it if its score is 0.5 or more; where that puts all on one side, if it is above the
-    median. None if that does not part them either.
+    A text has the attribute if its score is at least 0.5. If all texts are on one side, the median
+    score is the threshold. None if the median does not separate them either.
     """
     from sklearn.metrics import roc_auc_score
 
-    for has_it in (scores >= 0.5, scores > np.median(scores)):
-        if 0 < has_it.sum() < len(has_it):
-            return float(roc_auc_score(has_it, probabilities))
+    for positive in (scores >= 0.5, scores > np.median(scores)):
+        if 0 < positive.sum() < len(positive):
+            return float(roc_auc_score(positive, probabilities))
     return None
 
 
-def figures(probabilities: Array, scores: Array, targets: Array) -> dict[str, Any]:
-    """Tell how close the probabilities are to the targets, and how all three are spread."""
+def held_out_metrics(probabilities: Array, scores: Array, targets: Array) -> dict[str, Any]:
+    """Compute the calibration error, the calibration curve and histograms."""
     bins = calibration(probabilities, targets)
-    off = sum(part["texts"] * abs(part["predicted"] - part["target"]) for part in bins)
+    error = sum(entry["texts"] * abs(entry["predicted"] - entry["target"]) for entry in bins)
     return {
-        "calibration_error": off / len(scores),
+        "calibration_error": error / len(scores),
         "calibration": bins,
         "histograms": {
             "scores": histogram(scores),
@@ -45,13 +45,13 @@ def histogram(probabilities: Array) -> list[int]:
 
 
 def calibration(probabilities: Array, targets: Array) -> list[dict[str, float]]:
-    """Compare predictions and targets in equal bins of the prediction; empty bins are left out."""
-    which = np.minimum((probabilities * BINS).astype(int), BINS - 1)
+    """Average predictions and targets in equal bins of the prediction; skip empty bins."""
+    bin_index = np.minimum((probabilities * BINS).astype(int), BINS - 1)
     return [
         {
-            "texts": int((which == part).sum()),
-            "predicted": float(probabilities[which == part].mean()),
-            "target": float(targets[which == part].mean()),
+            "texts": int((bin_index == i).sum()),
+            "predicted": float(probabilities[bin_index == i].mean()),
+            "target": float(targets[bin_index == i].mean()),
         }
-        for part in np.unique(which)
+        for i in np.unique(bin_index)
     ]

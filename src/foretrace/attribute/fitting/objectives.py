@@ -1,10 +1,10 @@
-"""The objectives of fitting: token costs that explain scores.
+"""The objectives of a fit: find token costs that explain the scores of texts.
 
-A weight is w(x) = exp(-cost(x)) with a cost of 0 or more, so that the log-probability of a text is
-minus the sum of its tokens' costs: linear in the counts of its tokens.
+A weight is w(x) = exp(-cost(x)) with a cost of at least 0. The log-probability of a text is minus
+the sum of its tokens' costs, which is linear in its token counts.
 
-Every token counts as seen, alone, in `penalty` further texts that have the attribute: one text is
-then no reason to give a rare token an extreme weight.
+The penalty adds `penalty` texts for every token, each of this one token and with the attribute. It
+keeps a single text from giving a rare token an extreme weight.
 """
 
 from threading import Lock
@@ -18,87 +18,88 @@ from threadpoolctl import threadpool_limits
 
 Array = NDArray[np.float64]
 
-LEAST_TARGET = 1e-4  # log-MSE asks for the logarithm of scores; one of 0 would outweigh all others
-LEAST_CHANCE = 1e-6  # of not having the attribute: keeps slopes finite for texts without any cost
-FIRST_COST = 0.01
-SMALLEST_COEFFICIENT = 1e-3  # a product of less changes no probability by more than that
-ITERATIONS = 100
-ONE_AT_A_TIME = Lock()
-TOLERANCE = 1e-6  # of the loss, relative: ranks no longer change
+MIN_TARGET = 1e-4  # log-MSE uses log scores; a score of 0 would outweigh all others
+MIN_COMPLEMENT = 1e-6  # of 1 - p: keeps gradients finite for texts without cost
+INITIAL_COST = 0.01
+MIN_COEFFICIENT = 1e-3  # a product with less changes no probability by more than that
+MAX_ITERATIONS = 100
+THREAD_LIMIT_LOCK = Lock()
+TOLERANCE = 1e-6  # of the loss, relative: the ranking no longer changes
 
 
-class Products(NamedTuple):
-    """K products over M tokens, before those without a cost are dropped."""
+class Mixture(NamedTuple):
+    """A mixture of K products over M tokens, before tokens without cost are dropped."""
 
-    coefficients: Array  # (K,), positive, of sum 1
-    costs: Array  # (K, M), 0 or more
+    coefficients: Array  # (K,), positive, with sum 1
+    costs: Array  # (K, M), at least 0
 
 
-def log_mse(counts: csr_array, targets: Array, penalty: float) -> Products:
+def log_mse(counts: csr_array, targets: Array, penalty: float) -> Mixture:
     """Fit one product by least squares on log-probabilities: eq. (log_prob_classifier)."""
     from sklearn.linear_model import Lasso
 
-    wanted = -np.log(np.maximum(targets, LEAST_TARGET))
-    # scikit-learn divides the squares by the number of texts, and the penalty must keep up.
+    wanted = -np.log(np.maximum(targets, MIN_TARGET))
+    # scikit-learn divides the squared error by the number of texts, but not the penalty.
     model = Lasso(
         alpha=max(penalty, 1e-9) / len(targets),
         positive=True,
         fit_intercept=False,
-        max_iter=10 * ITERATIONS,  # its own are far cheaper
+        max_iter=10 * MAX_ITERATIONS,  # an iteration is far cheaper than one of L-BFGS-B
         tol=1e-2,
     )
     model.fit(counts.tocsc(), wanted)
-    return Products(np.ones(1), np.asarray(model.coef_, dtype=np.float64)[None])
+    return Mixture(np.ones(1), np.asarray(model.coef_, dtype=np.float64)[None])
 
 
 def cross_entropy(
     counts: csr_array, targets: Array, penalty: float, terms: int, seed: int
-) -> Products:
+) -> Mixture:
     """Fit a mixture of products, p = sum_k c_k prod_i w_k(x_i), by cross-entropy and L-BFGS-B.
 
-    Products that the fit makes no use of are left out: there may be fewer than `terms`.
+    Products that the fit does not use are dropped: the result may have fewer than `terms`.
     """
     tokens = counts.shape[1]
-    problem = _Problem(
+    problem = _CrossEntropy(
         vstack([counts, eye_array(tokens)]).tocsr(),
         np.concatenate([targets, np.ones(tokens)]),
         np.concatenate([np.ones(len(targets)), np.full(tokens, penalty)]),
     )
-    loss, single = problem.minimise(np.full((1, tokens), FIRST_COST))
+    loss, single = problem.minimize(np.full((1, tokens), INITIAL_COST))
     if terms == 1:
         return single
-    # Equal products would stay equal: each starts from its own share of the costs of the one.
-    shares = np.random.default_rng(seed).uniform(0.0, 2.0, (terms, tokens))
-    lower, mixture = problem.minimise(shares * single.costs)
-    if lower >= loss:
+    # Equal products would stay equal: each starts from random multiples of the single costs.
+    factors = np.random.default_rng(seed).uniform(0.0, 2.0, (terms, tokens))
+    mixture_loss, mixture = problem.minimize(factors * single.costs)
+    if mixture_loss >= loss:
         return single
-    kept = mixture.coefficients >= SMALLEST_COEFFICIENT
+    kept = mixture.coefficients >= MIN_COEFFICIENT
     coefficients = mixture.coefficients[kept]
-    return Products(coefficients / coefficients.sum(), mixture.costs[kept])
+    return Mixture(coefficients / coefficients.sum(), mixture.costs[kept])
 
 
-class _Problem:
-    """Texts, what they are to come to, and how much each counts.
+class _CrossEntropy:
+    """The cross-entropy between targets and a mixture, with a weight for each text.
 
-    Slopes of frequent tokens are far steeper than those of rare ones. Costs are therefore searched
-    in units of their own, by the fourth root of the frequency: the same costs in half the steps.
+    Gradients of frequent tokens are far steeper than those of rare ones. Costs are therefore scaled
+    by the fourth root of the token's frequency, which halves the number of iterations.
     """
 
-    def __init__(self, counts: csr_array, targets: Array, importance: Array) -> None:
+    def __init__(self, counts: csr_array, targets: Array, text_weights: Array) -> None:
         self.units = np.bincount(counts.indices) ** -0.25
-        self.counts = counts @ diags_array(self.units)  # of tokens, in units of their costs
+        self.counts = counts @ diags_array(self.units)
         self.transposed = self.counts.T.tocsr()
-        self.has, self.lacks = importance * targets, importance * (1 - targets)
+        self.positive = text_weights * targets
+        self.negative = text_weights * (1 - targets)
 
-    def minimise(self, costs: Array) -> tuple[float, Products]:
-        """Find the least loss from these costs on: (K, M)."""
+    def minimize(self, costs: Array) -> tuple[float, Mixture]:
+        """Minimize the loss, starting from these costs (K, M)."""
         terms, tokens = costs.shape
         start = np.concatenate([np.zeros(terms), (costs / self.units).ravel()])
         bounds = Bounds(np.concatenate([np.full(terms, -np.inf), np.zeros(costs.size)]))
-        options = {"maxiter": ITERATIONS, "ftol": TOLERANCE}
-        # Threads that wait for such short work slow it, and the limit is one for the process.
-        with ONE_AT_A_TIME, threadpool_limits(1, user_api="blas"):
-            found = minimize(
+        options = {"maxiter": MAX_ITERATIONS, "ftol": TOLERANCE}
+        # BLAS threads slow down such short operations. Their limit is global to the process.
+        with THREAD_LIMIT_LOCK, threadpool_limits(1, user_api="blas"):
+            result = minimize(
                 lambda point: self.loss(point[:terms], point[terms:].reshape(terms, tokens)),
                 start,
                 jac=True,
@@ -106,27 +107,27 @@ class _Problem:
                 bounds=bounds,
                 options=options,
             )
-        logits, best = found.x[:terms], found.x[terms:].reshape(terms, tokens)
+        logits, best = result.x[:terms], result.x[terms:].reshape(terms, tokens)
         coefficients = np.exp(logits - _log_sum_exp(logits))
-        return float(found.fun), Products(coefficients, best * self.units)
+        return float(result.fun), Mixture(coefficients, best * self.units)
 
     def loss(self, logits: Array, costs: Array) -> tuple[float, Array]:
-        """Give the loss and its slopes, at logits of the coefficients (K,) and costs (K, M)."""
+        """Compute the loss and its gradient at coefficient logits (K,) and costs (K, M)."""
         log_coefficients = logits - _log_sum_exp(logits)
         coefficients = np.exp(log_coefficients)
         totals = self.counts @ costs.T  # (n, K)
         joint = log_coefficients - totals
         log_p = _log_sum_exp(joint)
-        share = np.exp(joint - log_p[:, None])  # of each product in p
-        rest = np.maximum(-np.expm1(-totals) @ coefficients, LEAST_CHANCE)  # 1 - p
-        loss = -(self.has @ log_p) - self.lacks @ np.log(rest)
-        slope = self.has - self.lacks * np.exp(log_p) / rest  # of the loss in -log p
-        of_logits = -(slope @ (share - coefficients))
-        of_costs = (self.transposed @ (slope[:, None] * share)).T
-        return loss, np.concatenate([of_logits, of_costs.ravel()])
+        posterior = np.exp(joint - log_p[:, None])  # of each product, given the text
+        complement = np.maximum(-np.expm1(-totals) @ coefficients, MIN_COMPLEMENT)  # 1 - p
+        loss = -(self.positive @ log_p) - self.negative @ np.log(complement)
+        slope = self.positive - self.negative * np.exp(log_p) / complement  # d loss / d(-log p)
+        logit_gradient = -(slope @ (posterior - coefficients))
+        cost_gradient = (self.transposed @ (slope[:, None] * posterior)).T
+        return loss, np.concatenate([logit_gradient, cost_gradient.ravel()])
 
 
 def _log_sum_exp(values: Array) -> Array:
-    """Sum over the last axis; scipy's own takes half of the time of a fit, for cases not met."""
+    """Compute log-sum-exp over the last axis, faster than scipy, which would dominate a fit."""
     largest = values.max(-1, keepdims=True)
     return np.asarray(largest[..., 0] + np.log(np.exp(values - largest).sum(-1)))

@@ -1,4 +1,4 @@
-"""From texts to token ids, as they stand in the middle of what a language model writes."""
+"""Tokenize texts as continuations, the way they appear in the output of a language model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -9,23 +9,28 @@ from numpy.typing import NDArray
 from foretrace.errors import InvalidInputError
 
 WINDOW = 128
-BATCH = 10_000  # texts at once: memory stays bounded, and a fast tokenizer busy
+BATCH = 10_000  # texts per call of the tokenizer: bounds the memory
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers do it."""
+    """The methods of a tokenizer that are used here; tokenizers of transformers have them."""
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool, split_special_tokens: bool
     ) -> Mapping[str, Any]:
-        """Tokenize texts: their ids are under "input_ids"."""
+        """Tokenize texts; return their ids under "input_ids"."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Give all tokens with their ids."""
+        """Return the id of every token."""
 
 
 class Windows(NamedTuple):
-    """Pieces of texts as token ids, and which text each is from."""
+    """Texts in windows of token ids.
+
+    Attributes:
+        token_ids: The token ids of each window.
+        texts: The index of the text that each window is from.
+    """
 
     token_ids: list[NDArray[np.int32]]
     texts: list[int]
@@ -34,27 +39,43 @@ class Windows(NamedTuple):
 def tokenize(texts: Sequence[str], tokenizer: Tokenizer, window: int = WINDOW) -> Windows:
     """Tokenize texts as continuations, without special tokens, in windows.
 
-    A continuation's first word follows another one: where the tokenizer marks that by a space
-    before the word (as byte-level BPE does), the text gets one. A text of more than `window` tokens
-    is cut into equally long windows of no more than that.
+    The first word of a continuation follows another word. If the tokenizer marks this by a space
+    before the word, as byte-level BPE does, a space is put before the text. A text of more than
+    `window` tokens is split into windows of about equal length.
+
+    Args:
+        texts: The texts.
+        tokenizer: A tokenizer of transformers.
+        window: The largest number of tokens in a window.
+
+    Returns:
+        The windows, and the text of each window.
+
+    Raises:
+        InvalidInputError: If a text is empty or the window is too small.
+
+    Example:
+        >>> from foretrace.attribute import tokenize
+        >>> tokenize(["one text", "another"], tokenizer).texts
+        [0, 1]
     """
     if window < 1:
-        raise InvalidInputError(f"A window has 1 token or more, not {window}.")
+        raise InvalidInputError(f"The window must be at least 1 token, not {window}.")
     require_content(texts)
-    lead = " " if marks_words_by_space(tokenizer) else ""
-    pieces = Windows([], [])
+    prefix = " " if marks_words_by_space(tokenizer) else ""
+    windows = Windows([], [])
     for start in range(0, len(texts), BATCH):
-        batch = [text if text[0].isspace() else lead + text for text in texts[start:][:BATCH]]
-        for place, ids in enumerate(_encode(tokenizer, batch), start):
-            for piece in _cut(np.asarray(ids, dtype=np.int32), window):
-                pieces.token_ids.append(piece)
-                pieces.texts.append(place)
-    return pieces
+        batch = [text if text[0].isspace() else prefix + text for text in texts[start:][:BATCH]]
+        for index, ids in enumerate(_encode(tokenizer, batch), start):
+            for piece in _split(np.asarray(ids, dtype=np.int32), window):
+                windows.token_ids.append(piece)
+                windows.texts.append(index)
+    return windows
 
 
 def require_content(texts: Sequence[str]) -> None:
-    """Refuse texts without any."""
-    blank = [place for place, text in enumerate(texts, 1) if not text.strip()]
+    """Raise if a text is empty or blank."""
+    blank = [number for number, text in enumerate(texts, 1) if not text.strip()]
     if blank:
         raise InvalidInputError(
             f"{len(blank)} of {len(texts)} texts are empty, the first is number {blank[0]}. Leave "
@@ -63,18 +84,18 @@ def require_content(texts: Sequence[str]) -> None:
 
 
 def marks_words_by_space(tokenizer: Tokenizer) -> bool:
-    """Whether a word after another is tokenized as the word with a space before it."""
+    """Return whether a word after another one is tokenized as the word with a space before it."""
     plain, spaced, following = _encode(tokenizer, ["word", " word", "a word"])
     return plain != spaced and following[-len(spaced) :] == spaced
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    # A text may quote "<|endoftext|>": that is then text, not the end of it.
+    # A text that quotes "<|endoftext|>" contains these characters, not the special token.
     encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
 
 
-def _cut(ids: NDArray[np.int32], window: int) -> list[NDArray[np.int32]]:
-    """Cut into as few windows as can be, all of about the same length."""
+def _split(ids: NDArray[np.int32], window: int) -> list[NDArray[np.int32]]:
+    """Split into as few windows as possible, of about equal length."""
     return np.array_split(ids, max(1, -(-len(ids) // window)))
