@@ -22,7 +22,8 @@ from sklearn.metrics import roc_auc_score
 
 from foretrace import Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import Windows, tokenize
-from foretrace.attribute.fitting.counts import Texts, token_counts
+from foretrace.attribute.fitting.counts import token_counts
+from foretrace.attribute.texts import Texts
 from foretrace.vocabulary import fingerprint
 from harness import Report, options
 from smollm2 import find_smollm2

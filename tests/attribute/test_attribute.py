@@ -2,8 +2,12 @@
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretrace.attribute import Attribute
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 
@@ -116,6 +121,21 @@ def test_nearly_0_and_nearly_1_are_right_to_the_last_digits(cost: float) -> None
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("coefficient", [1e-9, 0.25, 1.0])
+def test_the_coefficient_of_a_single_term_counts(coefficient: float) -> None:
+    (a, b, _), (p, q, _) = attributes()
+    scaled = Attribute(replace(a.terms, coefficients=a.terms.coefficients * coefficient))
+    for attribute, expected in (
+        (scaled, coefficient * p),
+        (~scaled, 1 - coefficient * p),
+        (scaled & b, coefficient * p * q),
+        (scaled | b, coefficient * p + q - coefficient * p * q),
+    ):
+        torch.testing.assert_close(attribute.probability(TEXTS), expected, rtol=1e-12, atol=1e-15)
+    assert (scaled & b).terms.coefficients.tolist() == [coefficient]
+    assert scaled.top_tokens(1)[0].probability == pytest.approx(coefficient * 0.25)
+
+
 weights_32 = st.lists(
     st.floats(0, 1, width=32) | st.sampled_from([0.0, 1.0, 1e-38, 1 - 2**-24]),
     min_size=VOCAB,
@@ -167,8 +187,25 @@ def test_attributes_of_two_tokenizers_do_not_mix() -> None:
     assert (a | Attribute.from_weights(weights)).config.tokenizer_fingerprint == "sha256:a"
 
 
-@pytest.mark.parametrize("weights", [torch.tensor([1.5]), torch.tensor([-0.1]), torch.ones(2, 2)])
-def test_weights_that_are_none_are_refused(weights: Tensor) -> None:
+@pytest.mark.parametrize(
+    "weights",
+    [
+        torch.tensor([1.5]),
+        torch.tensor([-0.1]),
+        torch.ones(2, 2),
+        [1.5],
+        [float("nan")],
+        [[0.5]],
+        0.5,
+        "0.5",
+        None,
+        ["a"],
+        [[0.5], [0.5, 0.5]],
+        np.array([0.5j]),
+        torch.tensor([0.5]).to(torch.float8_e4m3fn),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: Any) -> None:
     with pytest.raises(InvalidInputError, match="Weights must be"):
         Attribute.from_weights(weights)
 
@@ -187,7 +224,156 @@ def test_an_expression_of_too_many_terms_is_refused_before_it_is_built() -> None
         ten | Attribute.from_weights(weights[10])
 
 
-def test_one_text_must_be_given_as_a_batch() -> None:
+ONE = [1, 2, 2]
+BATCH = [[0, 1, 2], [3, 3, 1]]
+MASK = [[True, True, False], [False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ONE,
+        tuple(ONE),
+        range(1, 3),
+        torch.tensor(ONE),
+        torch.tensor(ONE, dtype=torch.int32),
+        np.array(ONE),
+        np.array(ONE, dtype=np.uint16),
+        [np.int64(token) for token in ONE],
+        list(torch.tensor(ONE)),
+    ],
+)
+def test_the_probability_of_one_text_is_a_number(text: Any) -> None:
     (a, *_), _ = attributes()
-    with pytest.raises(InvalidInputError, match="for one text"):
-        a.probability(torch.tensor([1, 2]))
+    found = a.probability(text)
+    assert found.shape == ()
+    assert found == a.probability([list(text)])[0]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        BATCH,
+        [tuple(text) for text in BATCH],
+        [np.array(text) for text in BATCH],
+        [torch.tensor(text) for text in BATCH],
+        tuple(BATCH),
+        np.array(BATCH),
+        torch.tensor(BATCH),
+        torch.tensor(BATCH).T.contiguous().T,
+    ],
+)
+@pytest.mark.parametrize(
+    "mask", [None, MASK, np.array(MASK), np.array(MASK, dtype=np.int64), torch.tensor(MASK).float()]
+)
+def test_a_batch_and_its_mask_may_be_lists_arrays_or_tensors(batch: Any, mask: Any) -> None:
+    (a, b, _), _ = attributes()
+    goal = a | ~b
+    kept = BATCH if mask is None else [[0, 1], [3, 1]]
+    assert goal.probability(batch, mask).tolist() == goal.probability(kept).tolist()
+
+
+def test_one_text_may_have_a_mask_too() -> None:
+    (a, *_), _ = attributes()
+    assert a.probability(ONE, [0, 1, 1]) == a.probability(ONE[1:])
+    assert a.probability(torch.tensor(ONE), np.array([False, True, True])) == a.probability([2, 2])
+
+
+def test_a_batch_may_be_empty() -> None:
+    (a, *_), _ = attributes()
+    assert a.probability([]).shape == (0,)
+    assert a.probability([[], []]).tolist() == [1.0, 1.0]
+    assert a.probability(torch.zeros(2, 0, dtype=torch.long)).tolist() == [1.0, 1.0]
+    assert a.probability(torch.zeros(0, dtype=torch.long)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "problem"),
+    [
+        ("text", None, "token ids"),
+        (["a", "b"], None, "token ids"),
+        (["a", "b"], MASK, "token ids"),
+        (3, None, "token ids"),
+        (None, None, "token ids"),
+        ([1.0, 2.0], None, "integers"),
+        ([[1.5]], None, "integers"),
+        ([[True, False]], None, "integers"),
+        (torch.tensor([[1.0]]), None, "integers"),
+        (np.array([[1.0]]), None, "integers"),
+        (torch.tensor([[True]]), None, "integers"),
+        (torch.tensor(1), None, "shape"),
+        (torch.zeros(1, 1, 1, dtype=torch.long), None, "shape"),
+        ([[[1]]], None, "shape"),
+        ([1, [2]], None, "token ids"),
+        ([[1], 2], None, "shape"),
+        ([[1, [2]]], None, "token ids"),
+        ([[2**70]], None, "integers"),
+        (BATCH, MASK[:1], "mask"),
+        (BATCH, MASK[0], "mask"),
+        (torch.tensor(BATCH), torch.tensor(MASK)[:, :2], "mask"),
+        (BATCH, "mask", "mask"),
+        (BATCH, [[1, 1], [1]], "mask"),
+        ([[1, 2], [3]], [[1, 1], [1, 0]], "same length"),
+    ],
+)
+def test_other_inputs_are_refused(tokens: Any, mask: Any, problem: str) -> None:
+    (a, *_), _ = attributes()
+    with pytest.raises(InvalidInputError, match=problem):
+        a.probability(tokens, mask)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.5, 1.0, 0.0],
+        (0.5, 1, 0),
+        np.array([0.5, 1.0, 0.0]),
+        np.array([0.5, 1.0, 0.0], dtype=np.float32),
+        np.array([0.5, 0.1, 1.0, 0.1, 0.0])[::2],
+        torch.tensor([0.5, 1.0, 0.0], dtype=torch.bfloat16),
+        torch.tensor([0.5, 1.0, 0.0], requires_grad=True),
+    ],
+)
+def test_weights_may_be_a_list_an_array_or_a_tensor(weights: Any) -> None:
+    attribute = Attribute.from_weights(weights)
+    assert attribute.probability([[0], [1], [2]]).tolist() == pytest.approx([0.5, 1.0, 0.0])
+    assert attribute.config.vocab_size == 3
+
+
+@pytest.mark.parametrize("weights", [[1, 0], np.array([True, False]), torch.tensor([1, 0])])
+def test_weights_may_be_integers_or_booleans(weights: Any) -> None:
+    assert Attribute.from_weights(weights).probability([[0], [1]]).tolist() == [1.0, 0.0]
+
+
+def test_weights_in_a_list_keep_their_digits() -> None:
+    assert Attribute.from_weights([0.9]).probability([0]) == pytest.approx(0.9, rel=1e-14)
+
+
+def test_weights_do_not_follow_the_array_they_came_from() -> None:
+    weights = np.array([0.5, 1.0])
+    attribute = Attribute.from_weights(weights)
+    weights[:] = 0.1
+    assert attribute.probability([[0], [1]]).tolist() == [0.5, 1.0]
+
+
+def test_attributes_combine_with_attributes_alone() -> None:
+    (a, *_), _ = attributes()
+    for other in (1.0, "b", None, a.terms):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            a & other  # type: ignore[operator]
+        with pytest.raises(TypeError, match="unsupported operand"):
+            a | other  # type: ignore[operator]
+
+
+def test_tokens_that_are_not_contiguous_raise_no_warning() -> None:
+    (a, *_), _ = attributes()
+    occurs = Attribute.occurrence("ab", [b"a", b"b", b"c", b"ab"])
+    columns = torch.tensor(BATCH).T.contiguous().T
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (a & occurs).probability(columns)
+        find_sorted(torch.tensor([0, 2, 5])[::2], columns)
+    assert find_sorted(torch.tensor([1, 3]), columns)[1].tolist() == [
+        [False, True, False],
+        [True, True, True],
+    ]

@@ -3,19 +3,22 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import storage
 from foretrace.attribute.automata.substring import substring_dfa
 from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
-from foretrace.attribute.fitting.counts import Texts, flattened
 from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
 from foretrace.attribute.terms import Terms
+from foretrace.attribute.texts import Mask, Text, Texts, flatten
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint
 
@@ -171,12 +174,17 @@ class Attribute:
 
     @classmethod
     def from_weights(
-        cls, weights: Tensor, *, name: str = "attribute", tokenizer_fingerprint: str | None = None
+        cls,
+        weights: Sequence[float] | NDArray[Any] | Tensor,
+        *,
+        name: str = "attribute",
+        tokenizer_fingerprint: str | None = None,
     ) -> Self:
         """Make an attribute from one weight per token.
 
         Args:
-            weights: A number in [0, 1] for each token of the vocabulary: (V,).
+            weights: A number in [0, 1] for each token of the vocabulary: (V,), as a list, an array
+                or a tensor.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
 
@@ -190,16 +198,11 @@ class Attribute:
             >>> ft.Attribute.from_weights(torch.tensor([1.0, 0.25])).probability([[1], [0, 0]])
             tensor([0.2500, 1.0000], dtype=torch.float64)
         """
-        if weights.dim() != 1 or not bool(((weights >= 0) & (weights <= 1)).all()):
-            raise InvalidInputError(
-                f"Weights must be a tensor of shape (V,), with a number in [0, 1] for each token; "
-                f"these have shape {tuple(weights.shape)} or other numbers."
-            )
-        weights = weights.detach().cpu()
-        tokens = (weights < 1).nonzero()[:, 0]
+        values = _weight_tensor(weights)
+        tokens = (values < 1).nonzero()[:, 0]
         one = torch.ones(1, dtype=torch.float64)
-        config = AttributeConfig(name, len(weights), tokenizer_fingerprint)
-        return cls(Terms(one, tokens.to(torch.int32), weights[tokens].log()[None]), config)
+        config = AttributeConfig(name, len(values), tokenizer_fingerprint)
+        return cls(Terms(one, tokens.to(torch.int32), values[tokens].log()[None]), config)
 
     @classmethod
     def occurrence(
@@ -264,11 +267,15 @@ class Attribute:
 
     def __and__(self, other: "Attribute") -> "Attribute":
         """Return the conjunction: the product of both probabilities."""
+        if not isinstance(other, Attribute):
+            return NotImplemented
         config = self.config.combined("&", other.config)
         return Attribute(self.terms.times(other.terms), config)
 
     def __or__(self, other: "Attribute") -> "Attribute":
         """Return the disjunction: a + b - a * b."""
+        if not isinstance(other, Attribute):
+            return NotImplemented
         config = self.config.combined("|", other.config)
         return Attribute(self.terms.either(other.terms), config)
 
@@ -282,26 +289,32 @@ class Attribute:
             return complement
         return self._complement
 
-    def probability(self, tokens: Tensor | Texts, mask: Tensor | None = None) -> Tensor:
-        """Give p(s | x) of every text: (n, T) ids, or a list of lists of them -> (n,) float64.
+    def probability(self, tokens: Text | Texts, mask: Mask | None = None) -> Tensor:
+        """Compute p(s | x) of one text or of several.
 
-        A `mask` is (n, T), True where there is a token. A text without tokens has what the empty
-        product says: 1 for one fitted product.
+        Args:
+            tokens: The token ids of one text (T,) or of several (n, T), as lists, arrays or
+                tensors. A list of texts may have texts of different lengths.
+            mask: True where there is a token, in the shape of `tokens`. By default, everywhere.
+
+        Returns:
+            The probabilities, in float64: (), or (n,) for several texts. A text without tokens has
+            the value of the empty product: 1 for one fitted product.
+
+        Raises:
+            InvalidInputError: If the tokens are not integers, or shapes do not match.
+
+        Example:
+            >>> polite = ft.Attribute.from_weights([1.0, 0.5, 0.25])
+            >>> polite.probability([0, 1, 2])
+            tensor(0.1250, dtype=torch.float64)
+            >>> polite.probability(torch.tensor([[0, 1], [2, 0]]), mask=[[1, 1], [0, 1]])
+            tensor([0.5000, 1.0000], dtype=torch.float64)
         """
-        if not isinstance(tokens, Tensor):
-            lengths = torch.tensor([len(text) for text in tokens], dtype=torch.long)
-            flat = torch.from_numpy(flattened(tokens))
-            texts = torch.arange(len(tokens)).repeat_interleave(lengths)
-            return self.terms.probability(self.terms.sums(flat, texts, len(tokens)))
-        if tokens.dim() != 2:
-            raise InvalidInputError(
-                f"Give texts as (texts, tokens), not as {tuple(tokens.shape)}: `tokens[None]` for "
-                f"one text."
-            )
-        present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-        texts = present.nonzero()[:, 0].cpu()
-        sums = self.terms.sums(tokens[present].cpu(), texts, len(tokens))
-        return self.terms.probability(sums).to(tokens.device)
+        ids, text_index, shape = flatten(tokens, mask)
+        sums = self.terms.sums(ids, text_index, prod(shape))
+        probabilities = self.terms.probability(sums).reshape(shape)
+        return probabilities.to(tokens.device) if isinstance(tokens, Tensor) else probabilities
 
     def top_tokens(self, count: int = 20) -> list[TokenEffect]:
         """Return the tokens that change the probability most.
@@ -363,3 +376,26 @@ class Attribute:
             f"The attribute '{config.name}'", config.tokenizer_fingerprint, tokenizer_fingerprint
         )
         return cls(terms, config)
+
+
+def _weight_tensor(weights: Any) -> Tensor:
+    """Return weights as a tensor on the CPU, in float32 or float64; check shape and range."""
+    problem = "they are not numbers"
+    try:
+        # Python's floats have the precision of float64; a tensor or an array keeps its type.
+        values = weights if isinstance(weights, Tensor) else torch.tensor(np.asarray(weights))
+        values = values.detach().cpu()
+        if not values.is_complex():
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            if values.dim() != 1:
+                problem = f"they have the shape {tuple(values.shape)}"
+            elif bool(((values >= 0) & (values <= 1)).all()):
+                return values
+            else:
+                problem = "some are outside [0, 1]"
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise InvalidInputError(
+        f"Weights must be a tensor, array or list of shape (V,), with a number in [0, 1] for each "
+        f"token, but {problem}."
+    )

@@ -1,5 +1,7 @@
 """Fitting: known weights are found again, bad input is refused, slopes are right."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -187,9 +189,13 @@ def test_one_attribute_per_label() -> None:
         ([[1], [2]], [0.0, 1.0], "2 texts are too few"),
         ([[1], [VOCAB]], [0.0, 1.0], "another tokenizer"),
         ([[1], [-1]], [0.0, 1.0], "another tokenizer"),
+        ([[1.5], [2]], [0.0, 1.0], "integers"),
+        (["a", "b"], [0.0, 1.0], "token ids"),
+        ("ab", [0.0, 1.0], "token ids"),
+        ([1, 2], [0.0, 1.0], "shape"),
     ],
 )
-def test_bad_input_is_refused(texts: list[list[int]], scores: list[float], expected: str) -> None:
+def test_bad_input_is_refused(texts: Any, scores: list[float], expected: str) -> None:
     with pytest.raises(InvalidInputError, match=expected):
         Attribute.fit(texts, scores, vocab_size=VOCAB)
 
@@ -210,6 +216,15 @@ def test_bad_input_is_refused(texts: list[list[int]], scores: list[float], expec
 def test_bad_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         FitConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_texts_may_be_arrays_or_tensors() -> None:
+    texts, scores = scored_texts(200)
+    equal = [text[:3] for text in texts]
+    expected = Attribute.fit(equal, scores, vocab_size=VOCAB).terms.log_weights
+    for given in (np.array(equal), torch.tensor(equal), [torch.tensor(text) for text in equal]):
+        fitted = Attribute.fit(given, np.array(scores), vocab_size=VOCAB)  # type: ignore[arg-type]
+        assert torch.equal(fitted.terms.log_weights, expected)
 
 
 def test_labels_need_others() -> None:

@@ -1,33 +1,23 @@
 """Token counts of texts: all that a product of token weights depends on."""
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from foretrace.attribute.texts import Texts, concatenate, id_arrays
 from foretrace.errors import InvalidInputError
-
-Texts = Sequence[Sequence[int] | NDArray[np.int32]]
-"""The token ids of several texts, each a list or an array."""
-
-
-def flattened(token_ids: Texts) -> NDArray[np.int64]:
-    """Concatenate the token ids of all texts."""
-    arrays = [np.asarray(ids, dtype=np.int64) for ids in token_ids]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 
 def token_counts(token_ids: Texts, vocab_size: int) -> csr_array:
     """Count the tokens of each text: sparse (n, V)."""
-    lengths = np.fromiter((len(ids) for ids in token_ids), dtype=np.int64, count=len(token_ids))
+    arrays = id_arrays(token_ids)
+    lengths = np.array([len(ids) for ids in arrays], dtype=np.int64)
     if empty := int((lengths == 0).sum()):
         raise InvalidInputError(
             f"{empty} of {len(lengths)} texts have no tokens. Leave empty texts out."
         )
     if not len(lengths):
         raise InvalidInputError("There are no texts. A fit needs some thousands of texts.")
-    flat = flattened(token_ids)
+    flat = concatenate(arrays)
     if flat.min() < 0 or flat.max() >= vocab_size:
         raise InvalidInputError(
             f"Token ids range from {flat.min()} to {flat.max()}, but the vocabulary has "

@@ -12,10 +12,11 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from foretrace.attribute.fitting import objectives
-from foretrace.attribute.fitting.counts import Texts, token_counts
+from foretrace.attribute.fitting.counts import token_counts
 from foretrace.attribute.fitting.held_out import auc, held_out_metrics
 from foretrace.attribute.fitting.objectives import Array
 from foretrace.attribute.terms import MAX_TERMS, Terms
+from foretrace.attribute.texts import Texts
 from foretrace.attribute.transform import LogitAffine
 from foretrace.errors import InvalidInputError
 
