@@ -1,10 +1,17 @@
 """Expressions as text."""
 
+import itertools
+import random
+from time import perf_counter
+from typing import Any
+
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretrace.attribute import as_expression, parse
+from foretrace.attribute import Attribute, as_expression, parse
+from foretrace.attribute.expression import Expression, Mention, Operator
 from foretrace.errors import InvalidInputError
 
 MENTIONS = ["mentions()", 'mentions("a"', r'mentions("\x")', 'mentions("a", )']
@@ -139,3 +146,121 @@ def test_python_agrees(text: str) -> None:
 @pytest.mark.parametrize("name", ["nontoxic", "user-17", "7th", "Twilight Sparkle", "A & B", "("])
 def test_a_name_as_an_expression_is_read_as_that_name(name: str) -> None:
     assert parse(as_expression(name)).names == (name,)
+
+
+SPELLED = [b"a", b"b", b"ab"]
+TEXTS = list(itertools.product(range(3), repeat=3))
+LEAVES = ["a", "b", "small talk", Mention(("ab", "ba")), Mention(("b",))]
+Tree = Any  # a leaf, ("~", tree), or ("&" or "|", tree, tree)
+
+trees = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.tuples(st.just("~"), inner) | st.tuples(st.sampled_from("&|"), inner, inner),
+    max_leaves=6,
+)
+
+
+def postfix(tree: Tree) -> Expression:
+    if not isinstance(tree, tuple):
+        return Expression((tree,))
+    steps = [step for operand in tree[1:] for step in postfix(operand).steps]
+    return Expression((*steps, Operator(tree[0])))
+
+
+def rearranged(tree: Tree, draws: random.Random) -> Tree:
+    """Return an equivalent tree: other orders, other groupings, and double negations."""
+    if draws.random() < 0.2:
+        return ("~", ("~", rearranged(tree, draws)))
+    if not isinstance(tree, tuple):
+        return Mention(tree.texts[::-1]) if isinstance(tree, Mention) else tree
+    if tree[0] == "~":
+        return ("~", rearranged(tree[1], draws))
+    operands = [rearranged(operand, draws) for operand in chained(tree, tree[0])]
+    while len(operands) > 1:
+        draws.shuffle(operands)
+        operands.append((tree[0], operands.pop(), operands.pop()))
+    return operands[0]
+
+
+def chained(tree: Tree, operator: str) -> list[Tree]:
+    if not isinstance(tree, tuple) or tree[0] != operator:
+        return [tree]
+    return [operand for side in tree[1:] for operand in chained(side, operator)]
+
+
+@given(trees, st.integers(0, 10**6))
+def test_order_and_grouping_do_not_change_the_normal_form(tree: Tree, seed: int) -> None:
+    normal = postfix(tree).normalized()
+    assert postfix(rearranged(tree, random.Random(seed))).normalized() == normal
+    assert normal.normalized() == normal
+    assert parse(str(normal)) == normal
+
+
+@given(trees)
+def test_an_expression_is_read_back_from_its_text(tree: Tree) -> None:
+    assert parse(str(postfix(tree))) == postfix(tree)
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees)
+def test_the_normal_form_has_the_same_probability(tree: Tree) -> None:
+    weights = {"a": [0.5, 1.0, 0.25], "b": [1.0, 0.3, 0.9], "small talk": [0.7, 0.6, 1.0]}
+    attributes = {name: Attribute.from_weights(row) for name, row in weights.items()}
+
+    def build(expression: Expression) -> Attribute:
+        return expression.build(
+            attributes, lambda mention: Attribute.occurrence(mention.texts, SPELLED)
+        )
+
+    expected = build(postfix(tree)).probability(TEXTS)
+    found = build(postfix(tree).normalized()).probability(TEXTS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("b & a", "(a & b)"),
+        ("a & (b & c)", "((a & b) & c)"),
+        ("~~a", "a"),
+        ("~~(b | a) | ~~~c", "((a | b) | ~c)"),
+        ("~(b & a)", "~(a & b)"),
+        ("a & a", "(a & a)"),
+        ("a | a & a", "((a & a) | a)"),
+        ('a & mentions("y", "x", "y")', '(mentions("x", "y") & a)'),
+        ('"&" & a', '("&" & a)'),
+    ],
+)
+def test_normal_forms(text: str, expected: str) -> None:
+    assert str(parse(text).normalized()) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("a & a", "a"),
+        ("a & b", "a | b"),
+        ("a & (b | c)", "(a & b) | c"),
+        ("~(a & b)", "~a & ~b"),
+        ("a", '"a "'),
+        ('mentions & "x"', 'mentions("x")'),
+    ],
+)
+def test_other_expressions_have_other_normal_forms(one: str, other: str) -> None:
+    assert parse(one).normalized() != parse(other).normalized()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "~" * 9_999 + "a",
+        "&".join(["ab"] * 3_000),
+        "ab&(" * 1_500 + "a" + ")" * 1_500,
+        "a&(b|(" * 1_200 + "a" + "))" * 1_200,
+    ],
+)
+def test_long_expressions_are_soon_normal(text: str) -> None:
+    start = perf_counter()
+    normal = parse(text).normalized()
+    assert perf_counter() - start < 10
+    assert normal.normalized() == normal

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from foretrace.errors import InvalidInputError
 
@@ -132,6 +132,102 @@ class Expression:
             else:
                 stack.append(operands[step])
         return stack[0]
+
+    def normalized(self) -> "Expression":
+        """Return the normal form, which is the same for every order and grouping of operands.
+
+        Operands of `&` and `|` are flattened and sorted, and double negations are removed. The
+        probability of the attribute does not change, up to rounding. Operands that occur twice
+        stay: `a & a` is not `a`.
+
+        Returns:
+            The normal form. It is suitable as a cache key.
+
+        Example:
+            >>> from foretrace.attribute import parse
+            >>> str(parse("c & ~~(b & a)").normalized())
+            '((a & b) & c)'
+        """
+        stack: list[_Chain | _Node] = []
+        for step in self.steps:
+            if step is Operator.NOT:
+                stack.append(_complement(stack.pop()))
+            elif isinstance(step, Operator):
+                right, left = stack.pop(), stack.pop()
+                stack.append(_Chain(step, (*_operands(left, step), *_operands(right, step))))
+            else:
+                stack.append(_leaf(step))
+        return Expression(_close(stack[0]).steps)
+
+    def __str__(self) -> str:
+        """Return the expression as text, in parentheses, which `parse` reads back."""
+        stack: list[str] = []
+        for step in self.steps:
+            if step is Operator.NOT:
+                stack.append(f"~{stack.pop()}")
+            elif isinstance(step, Operator):
+                right, left = stack.pop(), stack.pop()
+                stack.append(f"({left} {step} {right})")
+            else:
+                stack.append(_leaf_text(step))
+        return stack[0]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A subexpression in normal form."""
+
+    steps: tuple[str | Operator | Mention, ...]
+    text: str
+    has_names: bool
+    negated: "_Chain | _Node | None" = None  # the operand, if this is a complement
+
+
+class _Chain(NamedTuple):
+    """Operands of one associative and commutative operator, not sorted yet."""
+
+    operator: Operator
+    operands: tuple[_Node, ...]
+
+
+def _leaf(step: str | Mention) -> _Node:
+    if isinstance(step, Mention):
+        step = Mention(tuple(sorted(set(step.texts))))
+    return _Node((step,), _leaf_text(step), isinstance(step, str))
+
+
+def _leaf_text(step: str | Mention) -> str:
+    return as_expression(step) if isinstance(step, str) else str(step)
+
+
+def _complement(operand: _Chain | _Node) -> _Chain | _Node:
+    """Return the complement; that of a complement is its operand."""
+    if isinstance(operand, _Node) and operand.negated is not None:
+        return operand.negated
+    node = _close(operand)
+    return _Node((*node.steps, Operator.NOT), f"~{node.text}", node.has_names, operand)
+
+
+def _operands(operand: _Chain | _Node, operator: Operator) -> tuple[_Node, ...]:
+    """Return the operands of a chain of the same operator; anything else is one operand."""
+    if isinstance(operand, _Chain) and operand.operator is operator:
+        return operand.operands
+    return (_close(operand),)
+
+
+def _close(operand: _Chain | _Node) -> _Node:
+    """Return the normal form: sort the operands of a chain, and join them from the left.
+
+    Operands without names come first: constraints combine into a single term.
+    """
+    if isinstance(operand, _Node):
+        return operand
+    nodes = sorted(operand.operands, key=lambda node: (node.has_names, node.text))
+    steps = [*nodes[0].steps]
+    for node in nodes[1:]:
+        steps += [*node.steps, operand.operator]
+    text = f"({f' {operand.operator} '.join(node.text for node in nodes)})"
+    return _Node(tuple(steps), text, any(node.has_names for node in nodes))
 
 
 def parse(text: str) -> Expression:
