@@ -21,6 +21,17 @@ def test_the_ends_stay_where_they_are() -> None:
     assert LogitAffine(3.0, -3.0)(ends).tolist() == [0.0, 1.0]
 
 
+def test_the_identity_has_scale_1_and_shift_0() -> None:
+    """A shift alone changes probabilities, and so does a scale alone."""
+    p = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    for transform in (LogitAffine(), LogitAffine(1.0, 0.0)):
+        assert transform.identity
+        torch.testing.assert_close(transform(p), p)
+    for transform in (LogitAffine(1.0, -2.0), LogitAffine(1.0, 1e-9), LogitAffine(2.0, 0.0)):
+        assert not transform.identity
+        assert not torch.equal(transform(p), p)
+
+
 def test_logarithms_do_not_underflow() -> None:
     shares = torch.tensor([0.3, 1 - 1e-12, 0.5, 1.0], dtype=torch.float64)
     sizes = torch.tensor([-700.0, 0.0, -0.1, 0.0], dtype=torch.float64)
