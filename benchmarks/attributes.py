@@ -1,7 +1,7 @@
-"""Attributes on real data: time to fit, how well they rank, and what a store of them takes.
+"""Measure attributes on real data: time to fit, ranking, and the cost of a store.
 
-Set FORETRACE_DATA to a folder with `detox`, `roles` and `politics` (JSON Lines under xz), as the
-page of results describes them. With --quick, the mixture and the TF-IDF yardsticks are left out.
+Set FORETRACE_DATA to a folder with `detox`, `roles` and `politics` (JSON Lines, compressed by xz),
+as the page of results describes them. --quick skips the mixture and the TF-IDF baselines.
 """
 
 import os
@@ -33,7 +33,7 @@ Rows = list[dict[str, Any]]
 
 
 class Data:
-    """The files, tokenized for SmolLM2."""
+    """The data files, and the tokenizer of SmolLM2."""
 
     def __init__(self) -> None:
         from transformers import AutoTokenizer
@@ -48,7 +48,7 @@ class Data:
         return _tabular.read_rows(self.folder / f"{name}.jsonl.xz")
 
     def windows(self, texts: list[str]) -> Windows:
-        """Tokenize texts as they are fitted."""
+        """Tokenize texts in windows, as for a fit."""
         return tokenize(texts, self.tokenizer)
 
     def fit(
@@ -58,7 +58,7 @@ class Data:
         config: FitConfig,
         validation: tuple[Texts, list[float]] | None = None,
     ) -> Attribute:
-        """Fit an attribute to texts in windows."""
+        """Fit an attribute to windows of texts."""
         return Attribute.fit(
             windows.token_ids,
             [scores[text] for text in windows.texts],
@@ -70,21 +70,21 @@ class Data:
         )
 
     def probabilities(self, attribute: Attribute, windows: Windows) -> NDArray[np.float64]:
-        """Give each text the mean probability of its windows."""
-        found = attribute.probability(windows.token_ids).numpy()
-        return np.bincount(windows.texts, found) / np.bincount(windows.texts)
+        """Return the mean probability of the windows of each text."""
+        values = attribute.probability(windows.token_ids).numpy()
+        return np.bincount(windows.texts, values) / np.bincount(windows.texts)
 
 
 def main() -> None:
-    """Measure all."""
-    given = options(__doc__)
+    """Run all measurements."""
+    args = options(__doc__)
     report = Report("Attributes on real data, for SmolLM2's tokenizer")
     data = Data()
-    nontoxic = _detoxification(data, report, quick=given.quick)
-    _roles(data, report, quick=given.quick)
+    nontoxic = _detoxification(data, report, quick=args.quick)
+    _roles(data, report, quick=args.quick)
     _politics(data, report)
     _store(nontoxic, report)
-    report.publish(given.json)
+    report.publish(args.json)
 
 
 def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
@@ -103,14 +103,14 @@ def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
     for name, config in list(configs.items())[: 2 if quick else 3]:
         start = perf_counter()
         fitted[name] = data.fit(windows, scores, config, validation)
-        taken = perf_counter() - start
-        goal = {"log-MSE": 1.0, "cross-entropy": 3.0}.get(name)
-        report.add(f"nontoxic, {name}: time to fit", taken, "s", at_most=goal)
+        elapsed = perf_counter() - start
+        limit = {"log-MSE": 1.0, "cross-entropy": 3.0}.get(name)
+        report.add(f"nontoxic, {name}: time to fit", elapsed, "s", at_most=limit)
         ranks[name] = roc_auc_score(nontoxic, data.probabilities(fitted[name], held_out))
         least = {"cross-entropy": 0.92, "mixture of 4": ranks.get("cross-entropy")}.get(name)
         report.add(f"nontoxic, {name}: AUC", ranks[name], "", at_least=least)
-        facts = fitted[name].config.fit
-        report.add(f"nontoxic, {name}: tokens with weight", facts["tokens_with_weight"], "")
+        record = fitted[name].config.fit
+        report.add(f"nontoxic, {name}: tokens with weight", record["tokens_with_weight"], "")
     _logistic(data, report, windows, np.array(scores), held_out, nontoxic)
     if not quick:
         _ridge(report, train, test, nontoxic)
@@ -125,58 +125,59 @@ def _logistic(
     held_out: Windows,
     nontoxic: NDArray[np.bool_],
 ) -> None:
-    """Say what a linear model of the same counts reaches, with a bias, and either sign."""
+    """Measure logistic regression on the same counts, with a bias and weights of either sign."""
     counts, others = (
-        token_counts(part.token_ids, data.vocab_size) for part in (windows, held_out)
-    )  # the held-out texts are of one window each
+        token_counts(split.token_ids, data.vocab_size) for split in (windows, held_out)
+    )  # every held-out text has one window
     model = LogisticRegression(solver="liblinear").fit(counts, scores[windows.texts] >= 0.5)
     rank = roc_auc_score(nontoxic, model.decision_function(others))
     report.add("nontoxic, logistic regression on the same counts: AUC", rank, "")
 
 
 def _ridge(report: Report, train: Rows, test: Rows, nontoxic: NDArray[np.bool_]) -> None:
-    """Say what a linear model of pieces of words reaches, which no HMM can sum over."""
-    pieces = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True, min_df=3)
-    vectors = pieces.fit_transform([row["text"] for row in train])
+    """Measure ridge regression on character n-grams, which no HMM can sum over."""
+    n_grams = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True, min_df=3)
+    vectors = n_grams.fit_transform([row["text"] for row in train])
     ridge = Ridge(alpha=1.0).fit(vectors, [row["toxicity"] for row in train])
-    predicted = ridge.predict(pieces.transform([row["text"] for row in test]))
+    predicted = ridge.predict(n_grams.transform([row["text"] for row in test]))
     rank = roc_auc_score(nontoxic, -predicted)
-    report.add("nontoxic, ridge on TF-IDF of pieces of words: AUC", rank, "")
+    report.add("nontoxic, ridge on TF-IDF of character n-grams: AUC", rank, "")
 
 
 def _roles(data: Data, report: Report, *, quick: bool) -> None:
     rows = data.rows("roles/rolebench")
-    train, test = ([row for row in rows if row["split"] == part] for part in ("train", "test"))
+    train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
     windows = data.windows([row["answer"] for row in train])
     labels = [train[text]["role"] for text in windows.texts]
     answers = data.windows([row["answer"] for row in test])
-    right = np.array([row["role"] for row in test])
+    roles_of_answers = np.array([row["role"] for row in test])
 
-    def first(config: FitConfig) -> float:
-        """Fit all roles, and count the answers that get most from the right one."""
+    def accuracy(config: FitConfig) -> float:
+        """Fit all roles; return the share of answers whose own role ranks first."""
         fitted = list(
             Attribute.fit_each(
                 windows.token_ids,
                 labels,
                 vocab_size=data.vocab_size,
                 config=config,
-                validation=(answers.token_ids, [right[text] for text in answers.texts]),
+                validation=(answers.token_ids, [roles_of_answers[text] for text in answers.texts]),
             )
         )
         table = np.stack([data.probabilities(attribute, answers) for attribute in fitted])
         names = np.array([attribute.name for attribute in fitted])
-        return float((names[table.argmax(0)] == right).mean())
+        return float((names[table.argmax(0)] == roles_of_answers).mean())
 
     start = perf_counter()
-    rate = first(FitConfig(by_absence=True))
-    taken, roles = perf_counter() - start, len(set(labels))
-    report.add(f"{roles} roles: time to fit all, and to rank", taken, "s", at_most=20)
+    rate = accuracy(FitConfig(by_absence=True))
+    elapsed, roles = perf_counter() - start, len(set(labels))
+    report.add(f"{roles} roles: time to fit all, and to rank", elapsed, "s", at_most=20)
     report.add("roles: right one first", rate, "of answers")
     report.add("roles: chance", 1 / roles, "of answers")
     if not quick:
-        report.add("roles: right one first, not by absence", first(FitConfig()), "of answers")
-        near = _nearest_centroid(train, [row["answer"] for row in test])
-        report.add("roles: nearest TF-IDF centroid", float((near == right).mean()), "of answers")
+        report.add("roles: right one first, not by absence", accuracy(FitConfig()), "of answers")
+        nearest = _nearest_centroid(train, [row["answer"] for row in test])
+        rate = float((nearest == roles_of_answers).mean())
+        report.add("roles: nearest TF-IDF centroid", rate, "of answers")
 
 
 def _nearest_centroid(train: Rows, answers: list[str]) -> NDArray[np.str_]:
@@ -206,7 +207,7 @@ def _politics(data: Data, report: Report) -> None:
 
 
 def _store(attribute: Attribute, report: Report) -> None:
-    """Store copies of one attribute under many names, and hold them all."""
+    """Store copies of one attribute under many names; measure loading and memory."""
     with tempfile.TemporaryDirectory() as folder:
         store = AttributeStore(folder)
         for number in range(STORED):
@@ -217,12 +218,12 @@ def _store(attribute: Attribute, report: Report) -> None:
             _ = store[f"user {number * 7}"]
             times.append(perf_counter() - start)
         size = store.path("user 0").stat().st_size
-        grown = _bytes_to_hold_all(folder)
+        num_bytes = _bytes_to_hold_all(folder)
     report.add("store: load one by name, median", 1e3 * float(np.median(times)), "ms", at_most=5)
-    report.add(f"store: {STORED} in memory", grown / 1e6, "MB", at_most=200)
+    report.add(f"store: {STORED} in memory", num_bytes / 1e6, "MB", at_most=200)
     report.add("store: file of one", size / 1e3, "kB")
-    report.add("store: a million in memory, by this", 1e6 * grown / STORED / 1e9, "GB")
-    report.add("store: a million on disk, by this", 1e6 * size / 1e9, "GB")
+    report.add("store: a million in memory, extrapolated", 1e6 * num_bytes / STORED / 1e9, "GB")
+    report.add("store: a million on disk, extrapolated", 1e6 * size / 1e9, "GB")
 
 
 HOLD_ALL = """
@@ -233,7 +234,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 store = AttributeStore(sys.argv[1])
-held = [store[next(iter(store))]]  # what is imported on the way does not count
+held = [store[next(iter(store))]]  # imports do not count
 before = resident()
 held += [store[name] for name in store]
 print(resident() - before)
@@ -241,7 +242,7 @@ print(resident() - before)
 
 
 def _bytes_to_hold_all(folder: str) -> int:
-    """Load a whole store in a fresh process (Linux), where no freed memory is used again."""
+    """Load a store in a new process (Linux), where no freed memory is reused."""
     command = [sys.executable, "-c", HOLD_ALL, folder]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -1,8 +1,8 @@
-"""Texts that must occur, and must not: whether they do, what it costs, and how fluent it stays.
+"""Measure constraints: texts that must or must not occur, their cost and the perplexity.
 
-SmolLM2 with the HMM of `examples/`. An automaton of 20 states is added to an attribute that steers
-anyway, and to nothing; 100 prompts are continued with one text that must occur and two that must
-not. With --quick, fewer.
+SmolLM2 is steered with the HMM of `examples/`. The cost is that of an automaton of 20 states, alone
+and combined with an attribute. The success is that of 100 continuations with one text that must
+occur and two that must not. --quick runs fewer.
 """
 
 import sys
@@ -24,26 +24,26 @@ from harness import Report, options, paired
 from smollm2 import find_smollm2
 
 BEGINNINGS = Path(__file__).parent.parent / "tests" / "engines" / "beginnings.txt"
-TWENTY = "policy on refunding"  # a state before each of 19 letters, and one after them
+TWENTY = "policy on refunding"  # 19 letters: an automaton of 20 states
 MUST, MUST_NOT, NEW = "refund", [" sorry", "Sorry"], 30
 
 
 def main() -> None:
-    """Measure cost, then success and perplexity."""
-    given = options(__doc__)
+    """Measure the cost, then the success and the perplexity."""
+    args = options(__doc__)
     report = Report("Texts that must occur, or must not")
     source = find_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(source)
     lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     hmm = ft.HMM.from_pretrained(EXAMPLE)
-    for batch in (1, 8) if given.quick else (1, 8, 32):
-        _cost(lm, tokenizer, hmm, batch, 3 if given.quick else 8, report)
-    _success(lm, tokenizer, hmm, 20 if given.quick else 100, report)
-    report.publish(given.json)
+    for batch in (1, 8) if args.quick else (1, 8, 32):
+        _cost(lm, tokenizer, hmm, batch, 3 if args.quick else 8, report)
+    _success(lm, tokenizer, hmm, 20 if args.quick else 100, report)
+    report.publish(args.json)
 
 
 def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: Report) -> None:
-    """Write the same number of tokens bare, steered, and steered with an automaton, by turns."""
+    """Compare generation without steering, with an attribute, with an automaton, and with both."""
     new = 12
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
@@ -53,7 +53,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
     automaton = ft.Goal(ft.Lookahead(hmm, must, HORIZON))
     joined = ft.Goal(ft.Lookahead(hmm, steered.lookahead.attribute & must, HORIZON), 2.0)
 
-    def write(goals: list[ft.Goal]) -> list[float]:
+    def generate(goals: list[ft.Goal]) -> list[float]:
         processor = Timed(goals, prompt_mask=mask, max_new_tokens=64)
         settings = {"do_sample": True, "top_k": 0, "top_p": 0.9, "pad_token_id": 0}
         settings |= {"min_new_tokens": new, "max_new_tokens": new}
@@ -63,8 +63,8 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
 
     ratios = {}
     for name, goals in (("steered", [steered]), ("automaton", [automaton]), ("both", [joined])):
-        bare, ratios[name] = paired(partial(write, []), partial(write, goals), pairs)
-        inside = median(sum(write(goals)) for _ in range(3)) / bare
+        bare, ratios[name] = paired(partial(generate, []), partial(generate, goals), pairs)
+        inside = median(sum(generate(goals)) for _ in range(3)) / bare
         report.add(f"batch {batch}, {name}: against bare", ratios[name], "")
         report.add(f"batch {batch}, {name}: inside the processor, against bare", inside, "")
     added = ratios["both"] - ratios["steered"]
@@ -73,14 +73,14 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
 
 
 def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -> None:
-    """Continue prompts, bare and with texts that must occur and must not."""
+    """Continue prompts without steering and under constraints."""
     goal = ft.mentions(MUST, tokenizer) & ~ft.mentions(MUST_NOT, tokenizer)
     lookahead = ft.Lookahead(hmm, goal, HORIZON)
     prompts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     for name, strength in (("bare", None), ("steered", 1.0), ("strength 1.5", 1.5)):
         torch.manual_seed(0)
         goals = [] if strength is None else [ft.Goal(lookahead, strength)]
-        written: list[str] = []
+        texts: list[str] = []
         for first in range(0, count, 20):
             some = prompts[first : first + 20]
             written += ft.generate(lm, tokenizer, some, goal=goals, max_new_tokens=NEW, top_p=0.9)
@@ -91,8 +91,8 @@ def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -
         known = [exp(row[0]) for row in nats if row[0] is not None]
         report.add(f"{name}: perplexity", fmean(known), "")
         if strength is not None:
-            place = fmean(text.index(MUST) / len(text) for text in written)
-            report.add(f"{name}: where it occurs (0 first, 1 last)", place, "")
+            position = fmean(text.index(MUST) / len(text) for text in texts)
+            report.add(f"{name}: where it occurs (0 first, 1 last)", position, "")
 
 
 if __name__ == "__main__":

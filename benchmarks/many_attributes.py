@@ -1,7 +1,7 @@
-"""Ten thousand attributes in a folder: what a server's start, memory and a first use cost.
+"""Measure the start, the memory and the first use of a folder of ten thousand attributes.
 
-A library as every process of a server opens it, with the HMM of `examples/`. With --quick, a
-thousand attributes.
+Every process of a server opens the folder in this way. The HMM is that of `examples/`. --quick uses
+a thousand attributes.
 """
 
 import resource
@@ -21,63 +21,63 @@ from harness import Report, options
 from random_attributes import write_random
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
-TOKENS = 2_000  # that an attribute weighs
+TOKENS = 2_000  # with a weight, in each attribute
 COLD = 50
 
 
 def main() -> None:
-    """Fill a folder, open it, and use some."""
-    given = options(__doc__)
-    count = 1_000 if given.quick else 10_000
+    """Fill a folder, open it, and use some of its attributes."""
+    args = options(__doc__)
+    count = 1_000 if args.quick else 10_000
     report = Report(f"{count:,} attributes in a folder")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "attributes"
         _fill(folder, count)
-        began, before = perf_counter(), _resident()
+        start, before = perf_counter(), _resident()
         hmm = HMM.from_pretrained(EXAMPLE)
         library = TableCache(hmm, folder, Path(scratch) / "tables")
         report.add("start: HMM and folder", perf_counter() - began, "s")
         began = perf_counter()
         listed = len(library.names())
-        report.add(f"names of {listed:,}, listed", perf_counter() - began, "s")
+        report.add(f"names of {listed:,}, listed", perf_counter() - start, "s")
         report.add("memory for it", _resident() - before, "MB")
         _use(report, library, count)
         report.add("memory, a hundred in use", _resident() - before, "MB")
-    report.publish(given.json)
+    report.publish(args.json)
 
 
 def _fill(folder: Path, count: int) -> None:
-    """Write one for every user."""
+    """Write one attribute per user."""
     hmm = HMM.from_pretrained(EXAMPLE)
-    known = hmm.config.tokenizer_fingerprint
-    for place in range(count):
-        name, share = f"user-{place}", TOKENS / hmm.vocab_size
-        write_random(folder, name, hmm.vocab_size, share=share, known=known, seed=place)
+    fingerprint, share = hmm.config.tokenizer_fingerprint, TOKENS / hmm.vocab_size
+    for user in range(count):
+        name = f"user-{user}"
+        write_random(folder, name, hmm.vocab_size, share=share, known=fingerprint, seed=user)
 
 
 def _use(report: Report, library: TableCache, count: int) -> None:
     """Use some for the first time, and again; then name one that is not there."""
     cold, warm, ready = [], [], []
-    for place in range(0, count, count // (2 * COLD)):
-        asked = _asked(f"user-{place}")
-        began = perf_counter()
+    for user in range(0, count, count // (2 * COLD)):
+        asked = _asked(f"user-{user}")
+        start = perf_counter()
         keys = library.admit(asked)
-        cold.append(perf_counter() - began)
-        began = perf_counter()
+        cold.append(perf_counter() - start)
+        start = perf_counter()
         library.goals(asked, keys)
-        ready.append(perf_counter() - began)
-        began = perf_counter()
+        ready.append(perf_counter() - start)
+        start = perf_counter()
         library.goals(asked, library.admit(asked))
-        warm.append(perf_counter() - began)
+        warm.append(perf_counter() - start)
     report.add("first use: admission", median(cold), "s", at_most=0.5)
     report.add("first use: admission, slowest", max(cold), "s")
     report.add("first use: the decoding process", 1000 * median(ready), "ms")
     report.add("later uses, both", 1000 * median(warm), "ms")
-    began = perf_counter()
+    start = perf_counter()
     try:
         library.admit(_asked("user-x1"))
     except InvalidInputError as error:
-        report.add(f"a name that is not there ({error})", 1000 * (perf_counter() - began), "ms")
+        report.add(f"a name that does not exist ({error})", 1000 * (perf_counter() - start), "ms")
 
 
 def _asked(goal: str) -> SteeringParams:
@@ -87,7 +87,7 @@ def _asked(goal: str) -> SteeringParams:
 
 
 def _resident() -> float:
-    """Give the most memory that this process has had, in MB."""
+    """Return the peak memory of this process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

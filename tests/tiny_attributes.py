@@ -1,4 +1,4 @@
-"""Attributes over the tokens of tiny HMMs."""
+"""Attributes over the vocabulary of tiny HMMs."""
 
 import torch
 
@@ -13,7 +13,7 @@ SPELLED = (b"a", b"b", b"c", b"ab")
 
 
 def attributes() -> dict[str, Attribute]:
-    """One term, a mixture, and what signs make of them."""
+    """Return a product, a mixture, an automaton, and combinations of them."""
     a, b, c = (Attribute.from_weights(row) for row in WEIGHTS)
     tokens = torch.arange(TOKENS, dtype=torch.int32)
     coefficients = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -26,12 +26,12 @@ def attributes() -> dict[str, Attribute]:
         "not": ~a,
         "all": (a | ~b) & ~(c & mixture),
         "nothing to weigh": Attribute.from_weights(torch.ones(TOKENS)),
-        **_remembering(a, mixture),
+        **_with_automata(a, mixture),
     }
 
 
-def _remembering(a: Attribute, mixture: Attribute) -> dict[str, Attribute]:
-    """What must occur or must not, alone and joined to weights."""
+def _with_automata(a: Attribute, mixture: Attribute) -> dict[str, Attribute]:
+    """Return constraints, alone and combined with token weights."""
     aba, bb = (Attribute.occurrence(text, SPELLED) for text in ("aba", "bb"))
     return {
         "must": aba,

@@ -1,4 +1,4 @@
-"""The algebra of attributes, against enumeration."""
+"""Test the algebra of attributes against enumeration."""
 
 import functools
 import itertools
@@ -26,21 +26,24 @@ Reference = Callable[[list[Tensor]], Tensor]
 
 
 def attributes(dtype: torch.dtype = torch.float64) -> tuple[list[Attribute], list[Tensor]]:
-    """Three attributes, and their probabilities of every text of three tokens."""
+    """Return three attributes, and their probabilities of every text of three tokens."""
     weights = torch.tensor(
         [[0.5, 1.0, 0.25, 0.9], [1.0, 0.0, 0.75, 1.0], [1 - 1e-9, 0.3, 1.0, 1e-12]], dtype=dtype
     )
     named = zip(weights, "abc", strict=True)
-    found = [Attribute.from_weights(row, name=name) for row, name in named]
-    return found, [row.double()[TEXTS].prod(-1) for row in weights]
+    made = [Attribute.from_weights(row, name=name) for row, name in named]
+    return made, [row.double()[TEXTS].prod(-1) for row in weights]
 
 
 @functools.cache
 def expressions(leaves: int) -> list[tuple[str, Combine, Reference]]:
-    """Every expression of that many leaves, with a sign or not at every node: as text and twice."""
+    """Return every expression of this many leaves, with and without `~` at every node.
+
+    Each is a text, a function of attributes, and a function of their probabilities.
+    """
     if leaves == 1:
         plain: list[tuple[str, Combine, Reference]] = [
-            ("abc"[i], lambda own, i=i: own[i], lambda own, i=i: own[i])  # type: ignore[misc]
+            ("abc"[i], lambda args, i=i: args[i], lambda args, i=i: args[i])  # type: ignore[misc]
             for i in range(3)
         ]
     else:
@@ -54,23 +57,26 @@ def expressions(leaves: int) -> list[tuple[str, Combine, Reference]]:
 
 
 def _both(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
-    return lambda own: one(own) & two(own), lambda own: p(own) * q(own)
+    return lambda args: one(args) & two(args), lambda args: p(args) * q(args)
 
 
 def _either(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
-    return lambda own: one(own) | two(own), lambda own: p(own) + q(own) - p(own) * q(own)
+    return (
+        lambda args: one(args) | two(args),
+        lambda args: p(args) + q(args) - p(args) * q(args),
+    )
 
 
 def _not(one: Combine, p: Reference) -> tuple[Combine, Reference]:
-    return lambda own: ~one(own), lambda own: 1 - p(own)
+    return lambda args: ~one(args), lambda args: 1 - p(args)
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3])
 def test_every_expression_equals_enumeration(leaves: int) -> None:
-    own, probabilities = attributes()
+    operands, probabilities = attributes()
     for text, combine, reference in expressions(leaves):
-        found = combine(own).probability(TEXTS)
-        assert (found - reference(probabilities)).abs().max() < 1e-10, text
+        computed = combine(operands).probability(TEXTS)
+        assert (computed - reference(probabilities)).abs().max() < 1e-10, text
 
 
 def test_the_complement_of_the_complement_is_the_attribute() -> None:
@@ -88,7 +94,7 @@ def test_a_renamed_attribute_has_its_own_complement() -> None:
     torch.testing.assert_close((~other).probability(TEXTS), 1 - p)
 
 
-def test_an_attribute_and_its_complement_are_not_nothing() -> None:
+def test_an_attribute_and_its_complement_are_independent() -> None:
     (a, *_), (p, *_) = attributes()
     torch.testing.assert_close((a & ~a).probability(TEXTS), p * (1 - p))
 
@@ -100,7 +106,7 @@ def test_equal_products_are_merged_whatever_the_order() -> None:
     assert len((((a & b) & c) | (a & (b & c))).terms) == 2
 
 
-def test_what_cancels_is_left_out() -> None:
+def test_terms_that_cancel_are_dropped() -> None:
     one = Attribute.from_weights(torch.ones(VOCAB))
     (a, *_), _ = attributes()
     assert len((~one).terms) == 0
@@ -111,7 +117,7 @@ def test_what_cancels_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("cost", [1e-3, 1e-9, 1e-15, 50.0, 400.0])
-def test_nearly_0_and_nearly_1_are_right_to_the_last_digits(cost: float) -> None:
+def test_probabilities_near_0_and_1_are_accurate(cost: float) -> None:
     costs = torch.tensor([cost], dtype=torch.float64)
     one, token = torch.ones(1, dtype=torch.float64), torch.tensor([0], dtype=torch.int32)
     a = Attribute(Terms(one, token, -costs[None]))
@@ -145,10 +151,10 @@ weights_32 = st.lists(
 
 @given(st.lists(weights_32, min_size=3, max_size=3), st.integers(0, 10**6))
 def test_probabilities_stay_in_0_and_1(weights: list[list[float]], choice: int) -> None:
-    own = [Attribute.from_weights(torch.tensor(row, dtype=torch.float32)) for row in weights]
-    every = expressions(3)
-    _, combine, _ = every[choice % len(every)]
-    found = combine(own).probability(TEXTS)
+    operands = [Attribute.from_weights(torch.tensor(row, dtype=torch.float32)) for row in weights]
+    candidates = expressions(3)
+    _, combine, _ = candidates[choice % len(candidates)]
+    found = combine(operands).probability(TEXTS)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert ((found.to(dtype) >= 0) & (found.to(dtype) <= 1)).all()
 
@@ -162,13 +168,13 @@ def test_a_batch_equals_its_rows_and_padding_changes_nothing(texts: list[list[in
     assert together.tolist() == [float(value) for value in alone]
     padded = torch.full((len(texts), 7), 2)
     mask = torch.zeros(len(texts), 7, dtype=torch.bool)
-    for row, text in enumerate(texts):  # on the left, as a batch of prompts is
+    for row, text in enumerate(texts):  # padding on the left, as in a batch of prompts
         padded[row, 7 - len(text) :] = torch.tensor(text, dtype=torch.long)
         mask[row, 7 - len(text) :] = True
     torch.testing.assert_close(goal.probability(padded, mask), together, rtol=0, atol=1e-15)
 
 
-def test_top_tokens_are_those_that_change_most() -> None:
+def test_top_tokens_change_the_probability_most() -> None:
     (a, *_), _ = attributes()
     assert [effect.token for effect in a.top_tokens(2)] == [2, 0]
     assert [effect.token for effect in (~a).top_tokens()] == [2, 0, 3]
@@ -176,7 +182,7 @@ def test_top_tokens_are_those_that_change_most() -> None:
     assert Attribute.from_weights(torch.ones(3)).top_tokens() == []
 
 
-def test_attributes_of_two_tokenizers_do_not_mix() -> None:
+def test_attributes_of_two_tokenizers_cannot_be_combined() -> None:
     weights = torch.tensor([0.5, 1.0])
     a = Attribute.from_weights(weights, tokenizer_fingerprint="sha256:a")
     b = Attribute.from_weights(weights, tokenizer_fingerprint="sha256:b")
@@ -205,20 +211,20 @@ def test_attributes_of_two_tokenizers_do_not_mix() -> None:
         torch.tensor([0.5]).to(torch.float8_e4m3fn),
     ],
 )
-def test_weights_that_are_none_are_refused(weights: Any) -> None:
+def test_invalid_weights_are_refused(weights: Any) -> None:
     with pytest.raises(InvalidInputError, match="Weights must be"):
         Attribute.from_weights(weights)
 
 
-def test_an_expression_of_too_many_terms_is_refused_before_it_is_built() -> None:
-    # Products of powers: 1,000 of them are distinct.
+def test_too_many_terms_are_refused_before_they_are_built() -> None:
+    # Powers of one product: all 1,000 are distinct.
     powers = torch.arange(1, 1001, dtype=torch.float64)[:, None] * torch.tensor([[-0.1, -0.2]])
     many = Attribute(Terms(torch.ones(1000).double() / 1000, torch.tensor([0, 1]).int(), powers))
     with pytest.raises(InvalidInputError, match="1,000,000 terms"):
         many & many
     weights = torch.rand(11, 30, generator=torch.Generator().manual_seed(0))
-    each = map(Attribute.from_weights, weights[:10])
-    ten = functools.reduce(lambda left, right: left | right, each)
+    operands = map(Attribute.from_weights, weights[:10])
+    ten = functools.reduce(lambda left, right: left | right, operands)
     assert len(ten.terms) == 1023
     with pytest.raises(InvalidInputError, match="2,047 terms"):
         ten | Attribute.from_weights(weights[10])
@@ -356,7 +362,7 @@ def test_weights_do_not_follow_the_array_they_came_from() -> None:
     assert attribute.probability([[0], [1]]).tolist() == [0.5, 1.0]
 
 
-def test_attributes_combine_with_attributes_alone() -> None:
+def test_an_attribute_combines_only_with_attributes() -> None:
     (a, *_), _ = attributes()
     for other in (1.0, "b", None, a.terms):
         with pytest.raises(TypeError, match="unsupported operand"):

@@ -1,4 +1,4 @@
-"""Expressions as text."""
+"""Test expressions as text, and their normal form."""
 
 import itertools
 import random
@@ -14,11 +14,9 @@ from foretrace.attribute import Attribute, as_expression, parse
 from foretrace.attribute.expression import Expression, Mention, Operator
 from foretrace.errors import InvalidInputError
 
-MENTIONS = ["mentions()", 'mentions("a"', r'mentions("\x")', 'mentions("a", )']
-
 
 class Shown:
-    """An operand that writes down what is done to it."""
+    """An operand that records the operations on it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -53,7 +51,7 @@ def shown(text: str) -> str:
         ('"&" & größe.v2', "(&&größe.v2)"),
     ],
 )
-def test_signs_bind_as_in_python(text: str, expected: str) -> None:
+def test_operators_bind_as_in_python(text: str, expected: str) -> None:
     assert shown(text) == expected
 
 
@@ -61,13 +59,13 @@ def test_names_are_listed_once_in_order() -> None:
     assert parse("b & ~a | b").names == ("b", "a")
 
 
-def test_mentions_are_operands_of_their_own() -> None:
+def test_mentions_are_operands() -> None:
     text = r'b & ~mentions("a \"b\" é", "\u00e9") | mentions ( "c" ) & mentions'
     found = parse(text)
     assert found.names == ("b", "mentions")
-    assert [each.texts for each in found.mentions] == [('a "b" é', "é"), ("c",)]
+    assert [mention.texts for mention in found.mentions] == [('a "b" é', "é"), ("c",)]
     known = {name: Shown(name) for name in found.names}
-    shown = found.build(known, lambda each: Shown("+".join(each.texts))).text
+    shown = found.build(known, lambda mention: Shown("+".join(mention.texts))).text
     assert shown == '((b&~a "b" é+é)|(c&mentions))'
     assert parse(f"{found.mentions[0]} & b").mentions == found.mentions[:1]
     with pytest.raises(InvalidInputError, match="needs a tokenizer"):
@@ -97,7 +95,7 @@ def test_mentions_are_operands_of_their_own() -> None:
         'mentions("a", )',
     ],
 )
-def test_what_is_malformed_is_refused(text: str) -> None:
+def test_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an expression"):
         parse(text)
 
@@ -120,12 +118,12 @@ def test_parse_errors_say_what_and_where(text: str, problem: str) -> None:
         parse(text)
 
 
-def test_an_unknown_name_is_named() -> None:
+def test_the_error_names_an_unknown_attribute() -> None:
     with pytest.raises(InvalidInputError, match="no attribute called b"):
         parse("a & b").build({"a": Shown("a")})
 
 
-def test_depth_has_no_limit_but_length_has() -> None:
+def test_nesting_is_not_limited_but_length_is() -> None:
     assert shown("(" * 4000 + "a" + ")" * 4000) == "a"
     with pytest.raises(InvalidInputError, match="characters at most"):
         parse("~" * 20_000 + "a")
@@ -133,7 +131,7 @@ def test_depth_has_no_limit_but_length_has() -> None:
 
 @given(st.text(alphabet='ab~&|() "', max_size=12))
 def test_python_agrees(text: str) -> None:
-    """Whatever is accepted, Python reads in the same way."""
+    """Python evaluates every accepted expression in the same way."""
     try:
         ours = shown(text)
     except InvalidInputError:
@@ -144,7 +142,7 @@ def test_python_agrees(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nontoxic", "user-17", "7th", "Twilight Sparkle", "A & B", "("])
-def test_a_name_as_an_expression_is_read_as_that_name(name: str) -> None:
+def test_a_name_as_an_expression_is_parsed_as_that_name(name: str) -> None:
     assert parse(as_expression(name)).names == (name,)
 
 
@@ -197,7 +195,7 @@ def test_order_and_grouping_do_not_change_the_normal_form(tree: Tree, seed: int)
 
 
 @given(trees)
-def test_an_expression_is_read_back_from_its_text(tree: Tree) -> None:
+def test_an_expression_is_parsed_back_from_its_text(tree: Tree) -> None:
     assert parse(str(postfix(tree))) == postfix(tree)
 
 
@@ -259,7 +257,7 @@ def test_other_expressions_have_other_normal_forms(one: str, other: str) -> None
         "a&(b|(" * 1_200 + "a" + "))" * 1_200,
     ],
 )
-def test_long_expressions_are_soon_normal(text: str) -> None:
+def test_long_expressions_are_normalized_fast(text: str) -> None:
     start = perf_counter()
     normal = parse(text).normalized()
     assert perf_counter() - start < 10

@@ -1,4 +1,4 @@
-"""Attributes on disk, one by one and in a store."""
+"""Test attribute files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretrace.attribute import Attribute, AttributeConfig, AttributeStore, parse
+from foretrace.attribute import Attribute, AttributeConfig, AttributeStore
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 
@@ -24,7 +24,7 @@ def some(name: str = "a", fingerprint: str | None = "sha256:a") -> Attribute:
     return Attribute.from_weights(WEIGHTS, name=name, tokenizer_fingerprint=fingerprint)
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_attribute_is_loaded_unchanged(tmp_path: Path) -> None:
     occurs = Attribute.occurrence("ab", [b"a", b"b", b"c", b"ab"], tokenizer_fingerprint="sha256:a")
     for attribute in (some(), ~some(), some() | ~some("b"), some() & occurs, ~occurs):
         attribute.save(tmp_path / "file")
@@ -50,7 +50,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, kind: str) -> None:
-    """Write a file that is no attribute, in one way or another."""
+    """Write a file that is damaged in one of several ways."""
     tensors = {
         "coefficients": torch.ones(1, dtype=torch.float64),
         "tokens": torch.tensor([1, 2], dtype=torch.int32),
@@ -67,7 +67,7 @@ def damaged(path: Path, kind: str) -> None:
         tensors["tokens"] = torch.tensor([2, 1], dtype=torch.int32)
     elif kind == "weights above 1":
         tensors["log_weights"] += 1.0
-    elif kind == "no numbers":
+    elif kind == "not a number":
         tensors["log_weights"] += float("nan")
     elif kind == "no dimension":
         tensors["coefficients"] = torch.tensor(1.0, dtype=torch.float64)
@@ -75,9 +75,9 @@ def damaged(path: Path, kind: str) -> None:
         tensors["log_weights"] = torch.zeros(2, 2)
     elif kind == "newer":
         header["format_version"] = 3
-    elif kind in ("memory is missing", "memory is of others"):
+    elif kind in ("no automaton", "invalid automaton"):
         header["format_version"] = 2
-        if kind == "memory is of others":
+        if kind == "invalid automaton":
             none = torch.zeros(0, dtype=torch.int32)
             tensors |= {"automaton_tokens": none, "automaton_classes": none.clone()}
             tensors |= {"automaton_moves": torch.full((2, 1), 2, dtype=torch.int32)}
@@ -93,12 +93,12 @@ def damaged(path: Path, kind: str) -> None:
         "other tensors",
         "unsorted",
         "weights above 1",
-        "no numbers",
+        "not a number",
         "other shape",
         "no dimension",
         "newer",
-        "memory is missing",
-        "memory is of others",
+        "no automaton",
+        "invalid automaton",
         "no header",
         "header of a list",
     ],
@@ -153,18 +153,18 @@ def automaton(finals: list[list[float]]) -> dict[str, Tensor]:
         ([0.5, -1.0], [[0.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]]),
     ],
 )
-def test_a_file_whose_terms_are_no_probability_is_refused(
+def test_terms_that_are_not_a_probability_are_refused(
     tmp_path: Path,
     coefficients: list[float],
     log_weights: list[list[float]],
     finals: list[list[float]] | None,
 ) -> None:
-    memory = {} if finals is None else automaton(finals)
+    weighted = {} if finals is None else automaton(finals)
     terms = {
         "coefficients": torch.tensor(coefficients, dtype=torch.float64),
         "log_weights": torch.tensor(log_weights),
     }
-    write_file(tmp_path / "file", terms | memory, {"format_version": 1 if finals is None else 2})
+    write_file(tmp_path / "file", terms | weighted, {"format_version": 1 if finals is None else 2})
     with pytest.raises(InvalidFileError, match="probability"):
         Attribute.load(tmp_path / "file")
 
@@ -200,7 +200,7 @@ def test_an_automaton_of_another_type_is_refused(
     tensors = automaton([[0.0, 1.0]])
     tensors[name] = tensors[name].to(kind)
     if kind is torch.int64:
-        tensors[name] += 2**32  # equal to what is valid, in int32
+        tensors[name] += 2**32  # the same number after truncation to int32
     write_file(tmp_path / "file", tensors, {"format_version": 2})
     with pytest.raises(InvalidFileError, match=f"file.*{name}"):
         Attribute.load(tmp_path / "file")
@@ -234,7 +234,7 @@ def test_final_weights_of_another_type_are_refused(tmp_path: Path, kind: torch.d
         ("fit", None),
     ],
 )
-def test_a_header_of_other_values_is_refused(tmp_path: Path, key: str, value: object) -> None:
+def test_invalid_values_in_the_header_are_refused(tmp_path: Path, key: str, value: object) -> None:
     write_file(tmp_path / "file", header={key: value})
     with pytest.raises(InvalidFileError, match=f"file.*{key}"):
         Attribute.load(tmp_path / "file")
@@ -292,7 +292,7 @@ combinations = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(combinations)
-def test_every_combination_can_be_loaded(
+def test_every_combination_of_attributes_can_be_loaded(
     tmp_path_factory: pytest.TempPathFactory, attribute: Attribute
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "combination"
@@ -311,8 +311,8 @@ def test_an_attribute_many_times_over_can_be_loaded(tmp_path: Path) -> None:
             assert len(Attribute.load(tmp_path / "file").terms) == count
 
 
-def test_rounding_leaves_no_term_behind() -> None:
-    """Coefficients of a mixture sum to 1 up to rounding: its complement, without weights, is 0."""
+def test_rounding_errors_leave_no_terms() -> None:
+    """A mixture's coefficients sum to 1 up to rounding; its complement without weights is 0."""
     for seed in range(100):
         shares = torch.rand(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         none = torch.zeros(0, dtype=torch.int32)
@@ -323,46 +323,3 @@ def test_rounding_leaves_no_term_behind() -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidFileError, match="no file"):
         Attribute.load(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["a", "Dr. Who", "v1.2", "../up", "a/b", "100%", "größe", ".hidden", "x" * 200, "名" * 60],
-)
-def test_a_store_keeps_any_name(tmp_path: Path, name: str) -> None:
-    store = AttributeStore(tmp_path / "store")
-    store.add(some(name))
-    assert list(store) == [name]
-    assert name in store
-    assert "other" not in store
-    assert store[name].name == name
-    assert [path.parent for path in tmp_path.rglob("*.safetensors")] == [tmp_path / "store"]
-
-
-def test_a_store_lists_what_it_can_open(tmp_path: Path) -> None:
-    store = AttributeStore(tmp_path)
-    for file in ("nontoxic.v2", "größe", "%zz"):
-        some(file).save(tmp_path / f"{file}.safetensors")
-    assert list(store) == ["größe", "nontoxic.v2"]
-    assert [attribute.name for attribute in store.values()] == list(store)
-    assert "x" * 300 not in store
-    for name in ("", "x" * 201):
-        with pytest.raises(InvalidInputError, match="needs a name"):
-            store.add(some(name))
-    with pytest.raises(InvalidFileError, match="no folder"):
-        list(AttributeStore(tmp_path / "typo"))
-
-
-def test_expressions_are_built_from_a_store(tmp_path: Path) -> None:
-    store = AttributeStore(tmp_path)
-    store.add(some("a"))
-    store.add(some("Twilight Sparkle"))
-    built = parse('a & ~"Twilight Sparkle"').build(store)
-    torch.testing.assert_close(
-        built.probability(TEXTS), (some() & ~some()).probability(TEXTS), rtol=1e-12, atol=0
-    )
-    with pytest.raises(InvalidInputError, match="no attribute called b"):
-        parse("a & b").build(store)
-    with pytest.raises(KeyError):
-        store["b"]
-    assert len(store) == 2

@@ -1,4 +1,4 @@
-"""The transform in logit space."""
+"""Test the affine transform in logit space."""
 
 import math
 
@@ -10,13 +10,13 @@ from foretrace.attribute.transform import log_transformed
 from foretrace.errors import InvalidInputError
 
 
-def test_it_is_the_formula() -> None:
+def test_the_transform_follows_the_formula() -> None:
     p = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     expected = torch.sigmoid(10 * torch.log(p / (1 - p)) - 30)
     torch.testing.assert_close(LogitAffine(10.0, -30.0)(p), expected)
 
 
-def test_the_ends_stay_where_they_are() -> None:
+def test_0_and_1_do_not_change() -> None:
     ends = torch.tensor([0.0, 1.0])
     assert LogitAffine(3.0, -3.0)(ends).tolist() == [0.0, 1.0]
 
@@ -45,10 +45,10 @@ def test_logarithms_do_not_underflow() -> None:
     scale, shift = torch.full((4,), 20.0), torch.ones(4)
     differs, common = log_transformed(shares.clone(), sizes, scale, shift)
     torch.testing.assert_close(differs + common, moved)
-    assert differs.abs().max() < 100  # what is common to all is apart
+    assert differs.abs().max() < 100  # the large common part is separate
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(0.0, 0.0), (-1.0, 0.0), (1.0, float("inf"))])
-def test_what_is_no_transform_is_refused(scale: float, shift: float) -> None:
+def test_invalid_transforms_are_refused(scale: float, shift: float) -> None:
     with pytest.raises(InvalidInputError, match="scale above 0"):
         LogitAffine(scale, shift)

@@ -1,4 +1,4 @@
-"""Fitting: known weights are found again, bad input is refused, slopes are right."""
+"""Test fits: they recover known weights, and refuse bad input."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ TRUE = torch.tensor([0.1, 0.4, 0.8] + [1.0] * (VOCAB - 3), dtype=torch.float64)
 
 
 def scored_texts(count: int = 4000, seed: int = 0) -> tuple[list[list[int]], list[float]]:
-    """Texts of 3 to 9 tokens, scored by one product of weights."""
+    """Return texts of 3 to 9 tokens, scored by one product of weights."""
     random = np.random.default_rng(seed)
     texts = [random.integers(0, VOCAB, random.integers(3, 10)).tolist() for _ in range(count)]
     return texts, [float(TRUE[text].prod()) for text in texts]
 
 
 @pytest.mark.parametrize("objective", ["cross-entropy", "log-mse"])
-def test_the_weights_that_made_the_scores_are_found_again(objective: str) -> None:
+def test_a_fit_recovers_the_weights_behind_the_scores(objective: str) -> None:
     texts, scores = scored_texts()
     config = FitConfig(objective=objective, transform=LogitAffine(), penalty=0.01)
     fitted = Attribute.fit(texts, scores, vocab_size=VOCAB, config=config)
@@ -36,8 +36,8 @@ def test_the_weights_that_made_the_scores_are_found_again(objective: str) -> Non
     assert [effect.token for effect in fitted.top_tokens(3)] == [0, 1, 2]
 
 
-def test_a_mixture_explains_what_one_product_cannot() -> None:
-    """Scores of 0.6 times one product plus 0.4 times another."""
+def test_a_mixture_fits_better_than_one_product() -> None:
+    """The scores are 0.6 times one product plus 0.4 times another."""
     texts, scores = scored_texts()
     other = TRUE.flip(0)
     scores = [0.6 * s + 0.4 * float(other[t].prod()) for t, s in zip(texts, scores, strict=True)]
@@ -53,7 +53,7 @@ def test_a_mixture_explains_what_one_product_cannot() -> None:
     assert errors[2] < 0.2 * errors[1]
 
 
-def test_the_slopes_of_the_loss_are_its_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_the_loss_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
     def check(value: object, start: Array, **_: object) -> object:
@@ -62,17 +62,17 @@ def test_the_slopes_of_the_loss_are_its_slopes(monkeypatch: pytest.MonkeyPatch) 
         slope = lambda at: value(at)[1]  # type: ignore[operator]  # noqa: E731
         error = check_grad(loss, slope, point)
         seen.append(error / np.linalg.norm(slope(point)))  # type: ignore[no-untyped-call]
-        return type("Found", (), {"x": point, "fun": -len(seen)})
+        return type("Result", (), {"x": point, "fun": -len(seen)})
 
     monkeypatch.setattr(objectives, "minimize", check)
     random = np.random.default_rng(0)
     counts = csr_array(random.integers(0, 3, (30, 4)).astype(float))
     objectives.cross_entropy(counts, random.random(30), 0.5, 3, 0)
-    assert len(seen) == 2  # of one product, and of the mixture
+    assert len(seen) == 2  # one product, then the mixture
     assert max(seen) < 1e-6
 
 
-def test_fitted_by_absence_it_is_one_minus_a_product() -> None:
+def test_a_fit_by_absence_is_1_minus_a_product() -> None:
     texts, scores = scored_texts()
     config = FitConfig(by_absence=True, transform=LogitAffine(), penalty=0.01)
     fitted = Attribute.fit(texts, [1 - score for score in scores], vocab_size=VOCAB, config=config)
@@ -82,9 +82,9 @@ def test_fitted_by_absence_it_is_one_minus_a_product() -> None:
     assert fitted.config.fit["auc"] > 0.999
 
 
-def test_one_text_gives_no_token_an_extreme_weight() -> None:
+def test_rare_tokens_get_no_extreme_weight() -> None:
     texts, scores = scored_texts()
-    rare = VOCAB  # in two texts that lack the attribute altogether
+    rare = VOCAB  # in two texts without the attribute
     texts += [[rare, 5], [rare, 6]]
     scores += [0.0, 0.0]
     config = FitConfig(transform=LogitAffine())
@@ -94,37 +94,37 @@ def test_one_text_gives_no_token_an_extreme_weight() -> None:
     assert float(once.probability([[rare]])[0]) == 1.0
 
 
-FLAT = LogitAffine(1e-9, 0.0)  # makes all scores 0.5: nothing can be learned under it
+FLAT = LogitAffine(1e-9, 0.0)  # makes all scores 0.5, so that nothing can be learned
 
 
 @pytest.mark.parametrize(
-    ("choices", "backwards", "expected"),
+    ("transforms", "inverted", "expected"),
     [
         ((FLAT, LogitAffine()), False, LogitAffine()),
         ((LogitAffine(), FLAT), False, LogitAffine()),
         ((LogitAffine(), LogitAffine(1.01, 0.0)), False, LogitAffine()),  # no clear gain
-        ((LogitAffine(), FLAT), True, FLAT),  # the validation texts decide, however odd
+        ((LogitAffine(), FLAT), True, FLAT),  # the validation texts decide
     ],
 )
 def test_the_transform_is_chosen_on_validation_texts(
     monkeypatch: pytest.MonkeyPatch,
-    choices: tuple[LogitAffine, ...],
-    backwards: bool,
+    transforms: tuple[LogitAffine, ...],
+    inverted: bool,
     expected: LogitAffine,
 ) -> None:
-    monkeypatch.setattr(fit, "TRANSFORMS", choices)
+    monkeypatch.setattr(fit, "TRANSFORMS", transforms)
     texts, scores = scored_texts(300, 1)
-    validation = (texts, [1 - score for score in scores] if backwards else scores)
+    validation = (texts, [1 - score for score in scores] if inverted else scores)
     fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
     assert fitted.config.fit["transform"] == {"scale": expected.scale, "shift": expected.shift}
     assert fitted.config.fit["transform_chosen"]
 
 
-def test_a_transform_that_is_given_is_used() -> None:
-    given = FitConfig(transform=LogitAffine(5.0, -1.0))
-    facts = Attribute.fit(*scored_texts(500), vocab_size=VOCAB, config=given).config.fit
-    assert facts["transform"] == {"scale": 5.0, "shift": -1.0}
-    assert not facts["transform_chosen"]
+def test_a_transform_in_the_config_is_used() -> None:
+    config = FitConfig(transform=LogitAffine(5.0, -1.0))
+    record = Attribute.fit(*scored_texts(500), vocab_size=VOCAB, config=config).config.fit
+    assert record["transform"] == {"scale": 5.0, "shift": -1.0}
+    assert not record["transform_chosen"]
 
 
 def test_windows_of_one_text_are_held_out_together() -> None:
@@ -133,24 +133,24 @@ def test_windows_of_one_text_are_held_out_together() -> None:
     fitting, held_out = fit.Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
     assert not set(fitting.groups) & set(held_out.groups)
     assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
-    facts = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
-    assert facts["texts"] + facts["held_out_texts"] == 250
-    assert facts["windows"] + facts["held_out_windows"] == 1000
+    record = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
+    assert record["texts"] + record["held_out_texts"] == 250
+    assert record["windows"] + record["held_out_windows"] == 1000
 
 
-def test_validation_texts_are_used_as_such() -> None:
+def test_validation_texts_are_held_out() -> None:
     fitted = Attribute.fit(*scored_texts(500), vocab_size=VOCAB, validation=scored_texts(70, 1))
     assert (fitted.config.fit["texts"], fitted.config.fit["held_out_texts"]) == (500, 70)
 
 
-def test_the_same_again_is_the_same() -> None:
+def test_fits_are_deterministic() -> None:
     texts, scores = scored_texts(500)
     one, two = (Attribute.fit(texts, scores, vocab_size=VOCAB) for _ in range(2))
     assert torch.equal(one.terms.log_weights, two.terms.log_weights)
     assert one.config == two.config
 
 
-def test_a_label_of_one_text_is_fitted_too() -> None:
+def test_a_label_of_one_text_is_fitted() -> None:
     texts, _ = scored_texts(80)
     labels = ["often", "also"] * 39 + ["once", "twice"]
     for seed in range(20):
@@ -159,13 +159,13 @@ def test_a_label_of_one_text_is_fitted_too() -> None:
         assert [attribute.name for attribute in fitted] == ["also", "often", "once", "twice"]
 
 
-def test_where_it_is_from_is_kept() -> None:
+def test_the_source_is_recorded() -> None:
     texts, scores = scored_texts(100)
     fitted = Attribute.fit(texts, scores, vocab_size=VOCAB, source={"data": "mine"})
     assert fitted.config.fit["source"] == {"data": "mine"}
 
 
-def test_one_attribute_per_label() -> None:
+def test_fit_each_fits_one_attribute_per_label() -> None:
     random = np.random.default_rng(0)
     labels = random.integers(0, 3, 600)
     texts = [[int(label), *random.integers(3, VOCAB, 5).tolist()] for label in labels]
@@ -227,6 +227,6 @@ def test_texts_may_be_arrays_or_tensors() -> None:
         assert torch.equal(fitted.terms.log_weights, expected)
 
 
-def test_labels_need_others() -> None:
+def test_a_single_label_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="no others"):
         next(Attribute.fit_each([[1], [2]], ["a", "a"], vocab_size=VOCAB))

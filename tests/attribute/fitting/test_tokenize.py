@@ -1,4 +1,4 @@
-"""Texts become token ids as they stand in the middle of a text."""
+"""Test that texts are tokenized as continuations."""
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -11,7 +11,7 @@ from foretrace.errors import InvalidInputError
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Words with a space before them are tokens of their own, as in GPT-2."""
+    """Return a tokenizer whose words include the space before them, as in GPT-2."""
     words = ["<|end|>", "<", "|", ">", "end", "word", "Ġword", "a", "Ġa", "Ġ", "w"]
     backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, "w"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,7 +22,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Every word gets its mark by itself, as in Llama 2."""
+    """Return a tokenizer that marks every word itself, as in Llama 2."""
     words = ["<|end|>", "▁word", "▁a", "▁", "?"]
     backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, "?"))
     backend.normalizer = normalizers.Sequence(
@@ -34,7 +34,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     )
 
 
-def test_a_space_goes_before_the_first_word_where_words_are_so_marked() -> None:
+def test_a_space_is_added_if_the_tokenizer_marks_words_by_spaces() -> None:
     tokenizer = byte_level()
     assert marks_words_by_space(tokenizer)
     found = tokenize(["word a", " word a"], tokenizer)
@@ -44,20 +44,20 @@ def test_a_space_goes_before_the_first_word_where_words_are_so_marked() -> None:
     ]
 
 
-def test_where_the_tokenizer_marks_words_itself_nothing_is_added() -> None:
+def test_nothing_is_added_if_the_tokenizer_marks_words_itself() -> None:
     tokenizer = metaspace()
     assert not marks_words_by_space(tokenizer)
     found = tokenize(["word a"], tokenizer)
     assert tokenizer.convert_ids_to_tokens(found.token_ids[0].tolist()) == ["▁word", "▁a"]
 
 
-def test_a_quoted_end_of_text_does_not_end_it() -> None:
+def test_a_quoted_end_of_text_token_is_plain_text() -> None:
     tokenizer = byte_level()
     ids = tokenize(["a <|end|>"], tokenizer).token_ids[0]
     assert tokenizer.eos_token_id not in ids
 
 
-def test_long_texts_are_cut_into_equal_windows() -> None:
+def test_long_texts_are_split_into_equal_windows() -> None:
     found = tokenize(["word " * 10, "a"], byte_level(), window=4)
     lengths = [len(ids) for ids in found.token_ids]
     assert found.texts == [0] * (len(lengths) - 1) + [1]
