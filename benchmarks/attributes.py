@@ -44,7 +44,7 @@ class Data:
         self.fingerprint = fingerprint(self.tokenizer.get_vocab())
 
     def rows(self, name: str) -> Rows:
-        """Read one file."""
+        """Read the rows of a file."""
         return _tabular.read_rows(self.folder / f"{name}.jsonl.xz")
 
     def windows(self, texts: list[str]) -> Windows:

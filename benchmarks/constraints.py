@@ -82,14 +82,14 @@ def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -
         goals = [] if strength is None else [ft.Goal(lookahead, strength)]
         texts: list[str] = []
         for first in range(0, count, 20):
-            some = prompts[first : first + 20]
-            written += ft.generate(lm, tokenizer, some, goal=goals, max_new_tokens=NEW, top_p=0.9)
-        has = [MUST in text and not any(each in text for each in MUST_NOT) for text in written]
-        least = None if strength is None else 1.0
-        report.add(f"{name}: share that keeps to it", fmean(has), "", at_least=least)
-        nats = mean_nll(lm, tokenizer, prompts, [[text] for text in written], bos_token_id=0)
-        known = [exp(row[0]) for row in nats if row[0] is not None]
-        report.add(f"{name}: perplexity", fmean(known), "")
+            batch = prompts[first : first + 20]
+            texts += ft.generate(lm, tokenizer, batch, goal=goals, max_new_tokens=NEW, top_p=0.9)
+        met = [MUST in text and not any(word in text for word in MUST_NOT) for text in texts]
+        target = None if strength is None else 1.0
+        report.add(f"{name}: share that keeps to it", fmean(met), "", at_least=target)
+        nats = mean_nll(lm, tokenizer, prompts, [[text] for text in texts], bos_token_id=0)
+        perplexities = [exp(row[0]) for row in nats if row[0] is not None]
+        report.add(f"{name}: perplexity", fmean(perplexities), "")
         if strength is not None:
             position = fmean(text.index(MUST) / len(text) for text in texts)
             report.add(f"{name}: where it occurs (0 first, 1 last)", position, "")

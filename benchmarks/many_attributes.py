@@ -36,8 +36,8 @@ def main() -> None:
         start, before = perf_counter(), _resident()
         hmm = HMM.from_pretrained(EXAMPLE)
         library = TableCache(hmm, folder, Path(scratch) / "tables")
-        report.add("start: HMM and folder", perf_counter() - began, "s")
-        began = perf_counter()
+        report.add("start: HMM and folder", perf_counter() - start, "s")
+        start = perf_counter()
         listed = len(library.names())
         report.add(f"names of {listed:,}, listed", perf_counter() - start, "s")
         report.add("memory for it", _resident() - before, "MB")
@@ -56,7 +56,7 @@ def _fill(folder: Path, count: int) -> None:
 
 
 def _use(report: Report, library: TableCache, count: int) -> None:
-    """Use some for the first time, and again; then name one that is not there."""
+    """Use some attributes for the first time and again; then use a name that does not exist."""
     cold, warm, ready = [], [], []
     for user in range(0, count, count // (2 * COLD)):
         asked = _asked(f"user-{user}")

@@ -42,7 +42,7 @@ class DeviceAutomaton(NamedTuple):
             transitions.to(device),
             torch.tensor(padded, device=device),
             torch.tensor(target_index, device=device),
-            weighted.fewest(hmm.vocab_size).to(device),
+            weighted.min_tokens(hmm.vocab_size).to(device),
             hmm.emission.subset(tokens),
         )
 

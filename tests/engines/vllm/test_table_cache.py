@@ -1,6 +1,7 @@
 """The cache: tables built once, by whoever admits, and read by whoever decodes."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -8,6 +9,7 @@ from threading import Thread
 import pytest
 import torch
 
+from foretrace import _io
 from foretrace.attribute import Attribute
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.params import SteeringParams, parse
@@ -68,6 +70,69 @@ def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: st
     exact = Lookahead(hmm, params.goals[0].expression.build(attributes), HORIZON)
     assert torch.equal(found.lookahead.tables.values, exact.tables.values)
     assert torch.equal(found.lookahead.token_weights, exact.token_weights)
+
+
+def test_the_order_of_operands_makes_no_other_table(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    keys = {
+        cache.admit(_params(goal))[0]
+        for goal in (
+            "nontoxic & formal & mixed",
+            "mixed & (formal & nontoxic)",
+            "~~nontoxic & (mixed & formal)",
+        )
+    }
+    assert len(keys) == 1
+    assert cache.admit(_params("nontoxic & nontoxic")) != cache.admit(_params("nontoxic"))
+
+
+def test_keys_depend_on_the_hmm_the_horizon_and_the_end_tokens(hmm: HMM, folder: Path) -> None:
+    tables = folder.parent / "tables"
+    ends = replace(hmm.config, eos_token_ids=(0, 1))
+    caches = [
+        TableCache(hmm, folder, tables, horizon=HORIZON),
+        TableCache(hmm, folder, tables, horizon=HORIZON + 1),
+        TableCache(HMM.random(8, WORDS, eos_token_id=0, seed=1), folder, tables, horizon=HORIZON),
+        TableCache(
+            HMM(hmm.initial, hmm.transition, hmm.emission, ends), folder, tables, horizon=HORIZON
+        ),
+    ]
+    assert len({cache.keys(_params("formal"))[0] for cache in caches}) == len(caches)
+
+
+def test_the_least_recently_used_table_leaves_memory_first(hmm: HMM, folder: Path) -> None:
+    size = Lookahead(hmm, Attribute.load(folder / "formal.safetensors"), HORIZON).nbytes
+    events: list[str] = []
+    cache = _cache(hmm, folder, memory=2 * size)
+    cache.observe = lambda event, value: events.append(event)
+    for name in ("nontoxic", "formal", "nontoxic", "mixed", "nontoxic"):
+        params = _params(name)
+        cache.goals(params, cache.admit(params))
+    assert events.count("hit") == 2  # nontoxic, the second and the third time
+    assert events[-1] == "hit"
+
+
+def test_the_least_recently_used_table_leaves_the_disk_first(hmm: HMM, folder: Path) -> None:
+    size = _stored_size(hmm, folder, "formal")
+    cache = _cache(hmm, folder, disk=int(3.2 * size))
+    keys = {name: cache.admit(_params(name))[0] for name in ("nontoxic", "formal", "mixed")}
+    for age, name in enumerate(("mixed", "nontoxic", "formal")):  # mixed was used last
+        os.utime(cache.disk._files(keys[name])[1], (1e9 - age, 1e9 - age))
+    cache.admit(_params("nontoxic | mixed"))
+    assert cache.disk.has(keys["mixed"])
+    assert not cache.disk.has(keys["formal"])
+
+
+def test_a_table_with_impossible_values_is_built_again(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    (key,) = cache.admit(_params("formal"))
+    path = cache.disk._files(key)[1]
+    tensors, _ = _io.read_tensors(path)
+    exact = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, wrong in (("values", 1.5), ("values", -0.1), ("log_scales", 0.5)):
+        _io.write_tensors(path, exact | {name: torch.full_like(exact[name], wrong)}, {})
+        (goal,) = _cache(hmm, folder).goals(_params("formal"), [key])
+        assert torch.equal(goal.lookahead.tables.values, exact["values"])
 
 
 def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
@@ -260,7 +325,7 @@ def test_what_must_occur_is_built_and_read_again(hmm: HMM, folder: Path) -> None
     )
     keys = admitting.admit(params)
     (goal,) = decoding.goals(params, keys)
-    assert goal.lookahead.attribute.terms.states == 5  # what is forbidden is never left
+    assert goal.lookahead.attribute.terms.num_states == 5  # what is forbidden is never left
     text = [[1, 2, 3], [1, 2, 3, 25], [3, 2, 1]]
     assert [each > 0 for each in goal.lookahead.attribute.probability(text)] == [True, False, False]
     admitting.admit(params, 3)

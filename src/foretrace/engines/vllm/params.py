@@ -7,7 +7,7 @@ from typing import Any
 
 from foretrace.attribute import Expression
 from foretrace.attribute import parse as parse_expression
-from foretrace.attribute.expression import Mention, Sign
+from foretrace.attribute.expression import Mention, Operator
 from foretrace.errors import InvalidInputError
 from foretrace.steering.request import require_single_constraint
 
@@ -90,11 +90,11 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
 
 def constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
     """Return the expression that all of `must` occur and none of `must_not`."""
-    steps: list[str | Sign | Mention] = [Mention((text,)) for text in must]
+    steps: list[str | Operator | Mention] = [Mention((text,)) for text in must]
     if must_not:
-        steps += [Mention(tuple(must_not)), Sign.NOT]
+        steps += [Mention(tuple(must_not)), Operator.NOT]
     operands = len(must) + bool(must_not)
-    return Expression((*steps, *[Sign.AND] * (operands - 1)))
+    return Expression((*steps, *[Operator.AND] * (operands - 1)))
 
 
 def _texts(args: Mapping[str, Any], key: str) -> list[str]:
@@ -130,7 +130,7 @@ def _expression(text: Any) -> Expression:
     if len(text) > MAX_CHARACTERS:
         raise InvalidInputError(f"A goal has {MAX_CHARACTERS:,} characters at most.")
     expression = parse_expression(text)
-    if sum(not isinstance(step, Sign) for step in expression.steps) > MAX_NAMES:
+    if sum(not isinstance(step, Operator) for step in expression.steps) > MAX_NAMES:
         raise InvalidInputError(f"A goal names attributes {MAX_NAMES} times at most.")
     return expression
 

@@ -102,7 +102,7 @@ class TableCache:
             raise InvalidInputError(
                 f"This server looks {self.horizon} tokens ahead at most, not {params.horizon}."
             )
-        return [self._key(goal.expression) for goal in params.goals]
+        return [self._key(goal.expression.normalized()) for goal in params.goals]
 
     def lease(self, params: SteeringParams) -> list[Lease] | None:
         """Keep the tables of a request from being evicted; None if one is not there."""
@@ -154,7 +154,7 @@ class TableCache:
 
     def _read_size(self, key: str) -> GoalSize:
         terms = self.disk.attribute(key).terms
-        if terms.memory is None:
+        if terms.automaton is None:
             return GoalSize(len(terms), None)
         return GoalSize(len(terms), int(terms.automaton.min_tokens(self.hmm.vocab_size)[0]))
 
@@ -219,7 +219,7 @@ class TableCache:
             lookahead = self.disk.read(key, self.hmm, self.horizon)
         except ForetraceError:
             # A request keeps the attributes it was admitted with: others are not built for it.
-            if not build or self._key(expression) != key:
+            if not build or self._key(expression.normalized()) != key:
                 raise
             lookahead = self._build(key, expression)
         return self._keep(key, lookahead)
@@ -263,7 +263,7 @@ class TableCache:
             states = small.num_states
             if states > MAX_STATES or states * len(small) > MAX_TABLES:
                 raise InvalidInputError(
-                    f"The required and forbidden texts need an automaton of {small.states} states "
+                    f"The required and forbidden texts need an automaton of {states} states "
                     f"for each of {len(small)} terms. At most {MAX_STATES} states are allowed, and "
                     f"{MAX_TABLES} for all terms together. Use fewer or shorter texts, or fewer "
                     f"attributes."

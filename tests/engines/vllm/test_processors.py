@@ -1,0 +1,127 @@
+"""The processors of both model runners, without a server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
+
+from foretrace.engines.vllm import SteeringProcessor, prometheus
+from foretrace.engines.vllm.core import STOPS, validate_params
+from foretrace.engines.vllm.processor_v1 import SteeringProcessorV1
+from foretrace.engines.vllm.processor_v2 import SteeringProcessorV2
+from foretrace.engines.vllm.settings import Settings, open_table_cache
+from random_attributes import write_random
+from tiny_lm import WORDS, tiny_hmm, word_tokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+
+class FakeConfig:
+    """The parts of vLLM's config that the processors read."""
+
+    speculative_config = None
+
+    def __init__(self, version: int) -> None:
+        self.use_v2_model_runner = version == 2
+        self.model_config = SimpleNamespace(
+            max_model_len=64, hf_config=SimpleNamespace(eos_token_id=0), get_vocab_size=lambda: 99
+        )
+
+
+class FakeRequestStates:
+    """The buffers of runner V2, on the host: four slots of 64 tokens, prompts of 3."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.all_token_ids = SimpleNamespace(gpu=torch.ones(4, 64, dtype=torch.int32))
+        self.prompt_len = SimpleNamespace(np=np.full(4, 3))
+        self.prefill_len = SimpleNamespace(np=np.full(4, 3))
+
+
+@pytest.fixture(autouse=True)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the environment of a server with one attribute."""
+    hmm = tiny_hmm(word_tokenizer(), states=8)
+    hmm.save_pretrained(tmp_path / "hmm")
+    known = hmm.config.tokenizer_fingerprint
+    write_random(tmp_path / "attributes", "a0", len(WORDS), share=0.5, known=known, seed=0)
+    settings = Settings(str(tmp_path / "hmm"), str(tmp_path / "attributes"), str(tmp_path))
+    for name, value in settings.to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
+    open_table_cache.cache_clear()
+    yield
+    open_table_cache.cache_clear()
+
+
+def _params(**extra: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=8, extra_args={"goal": "a0", **extra})
+
+
+def test_the_class_of_the_runner_is_created() -> None:
+    assert isinstance(
+        SteeringProcessor(FakeConfig(1), torch.device("cpu"), False), SteeringProcessorV1
+    )
+    assert isinstance(SteeringProcessor(FakeConfig(2), FakeRequestStates()), SteeringProcessorV2)
+
+
+def test_validation_can_be_repeated_with_other_arguments() -> None:
+    params = _params()
+    validate_params(params)
+    assert params.extra_args[STOPS] == [0]
+    assert 0 in params.all_stop_token_ids
+    params.extra_args = {key: params.extra_args[key] for key in params.extra_args if key != "goal"}
+    validate_params(params)
+    assert STOPS not in params.extra_args
+    assert params.stop_token_ids == []
+    assert params.all_stop_token_ids == set()
+
+
+def test_the_same_object_sent_again_keeps_its_own_stop_tokens() -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(stop_token_ids=[5], extra_args={"goal": "a0"})
+    for _ in range(2):
+        validate_params(params)
+        assert params.stop_token_ids == [5, 0]
+        assert params.all_stop_token_ids == {5, 0}
+
+
+def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:
+    context = SimpleNamespace(
+        idx_mapping_np=np.array(slots), seq_lens_upper_bound_np=np.full(len(slots), length)
+    )
+    steered: torch.Tensor = processor.apply(torch.zeros(len(slots), len(WORDS)), context)
+    return steered
+
+
+def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
+    processor: Any = SteeringProcessor(FakeConfig(2), FakeRequestStates())
+    for slot in (0, 1):
+        assert processor.add_request(slot, _params())
+    _step(processor, [0, 1], 3)
+    assert processor.slots[0].request is not None
+    steered = _step(processor, [1], 4)
+    assert processor.slots[0].request is None
+    assert processor.slots[0].state is None
+    processor.slots[1].request = processor.slots[1].state = None  # as if it had waited
+    assert torch.equal(_step(processor, [1], 4), steered)
+
+
+def test_a_resumed_request_is_counted_once() -> None:
+    states = FakeRequestStates()
+    processor: Any = SteeringProcessor(FakeConfig(2), states)
+    before = prometheus.REQUESTS._value.get()
+    processor.add_request(0, _params())
+    states.prefill_len.np[0] = 5  # the prompt and two tokens, after preemption
+    processor.add_request(0, _params())
+    assert prometheus.REQUESTS._value.get() == before + 1
