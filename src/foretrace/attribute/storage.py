@@ -130,9 +130,9 @@ def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
             f"{path} has format version {shown}, but this foretrace reads {WITHOUT_AUTOMATON} "
             f"and {WITH_AUTOMATON}. Upgrade foretrace, or fit the attribute again."
         )
-    known = {entry.name for entry in fields(AttributeConfig)}
+    field_names = {entry.name for entry in fields(AttributeConfig)}
     try:
-        config = AttributeConfig(**{k: v for k, v in content.items() if k in known})
+        config = AttributeConfig(**{k: v for k, v in content.items() if k in field_names})
     except InvalidInputError as error:
         raise _damaged(path, error) from error
     return version, config

@@ -34,8 +34,8 @@ def substring_dfa(substrings: Sequence[str], token_bytes: Sequence[bytes]) -> tu
     for start in range(0, len(token_bytes), width):
         chunk = slice(start, start + width)
         maps, inverse = _distinct_rows(_state_maps(byte_table, token_bytes[chunk]))
-        known = [numbers.setdefault(row.tobytes(), len(numbers)) for row in maps]
-        map_index[chunk] = np.array(known)[inverse]
+        map_numbers = [numbers.setdefault(row.tobytes(), len(numbers)) for row in maps]
+        map_index[chunk] = np.array(map_numbers)[inverse]
     distinct = np.frombuffer(b"".join(numbers), dtype=np.int32).reshape(len(numbers), -1)
     dfa = DFA.from_state_maps(torch.from_numpy(distinct.copy()), torch.from_numpy(map_index))
     accepting = torch.arange(dfa.num_states) == len(byte_table) - 1
