@@ -13,14 +13,14 @@ from torch import Tensor
 
 import harness
 from foretrace.distill import Corpus, EMConfig, Manifest, train
-from foretrace.distill.counts import SMALLEST_FACTOR, Counts
-from foretrace.distill.expectation import (
+from foretrace.distill.em.e_step import (
     STRETCH,
     BatchCounts,
     BatchParameters,
     Expectation,
 )
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.m_step import SMALLEST_FACTOR, Counts
+from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM
 
 LENGTH = 32

@@ -13,9 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace.distill.baselines import real_tokens
-from foretrace.distill.transformers_source import TransformersSource
-from foretrace.distill.vllm_source import VLLMSource
+from foretrace.distill.em.ngram import real_tokens
+from foretrace.distill.sampling.transformers_source import TransformersSource
+from foretrace.distill.sampling.vllm_source import VLLMSource
 from harness import Options, Report, options
 from smollm2 import find_smollm2
 

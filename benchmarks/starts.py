@@ -19,11 +19,11 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.distill import Corpus, EMConfig, LatentConfig, train
-from foretrace.distill.baselines import real_tokens
-from foretrace.distill.initialise import Latents
-from foretrace.distill.memory import memory_gain
-from foretrace.distill.sample import SamplingConfig, sample
-from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.context_gain import memory_gain
+from foretrace.distill.em.ngram import real_tokens
+from foretrace.distill.sampling.sample import SamplingConfig, sample
+from foretrace.distill.sampling.transformers_source import TransformersSource
+from foretrace.distill.start.latent import Latents
 from foretrace.hmm import HMM
 from harness import Options, Report, options
 from smollm2 import find_smollm2

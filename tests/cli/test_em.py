@@ -1,4 +1,4 @@
-"""`foretrace em`, run as a user runs it; tests/distill/test_em.py runs whole trainings."""
+"""`foretrace em`, run as a user runs it; tests/distill/em/test_train.py runs whole trainings."""
 
 import subprocess
 import sys

@@ -7,7 +7,7 @@ import torch
 
 import foretrace as ft
 from foretrace.distill import EMConfig, LatentConfig, LMConfig
-from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.sampling.transformers_source import TransformersSource
 
 pytest.importorskip("faiss", reason="needs the extra `transformers`")
 pytestmark = pytest.mark.slow

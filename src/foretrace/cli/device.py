@@ -7,7 +7,7 @@ def choose_device(device: str) -> str:
     """Choose the device: under torchrun, each process its own GPU."""
     import torch
 
-    from foretrace.distill.group import launched
+    from foretrace.distill.em.distributed import launched
     from foretrace.errors import InvalidInputError
 
     if device == "auto":

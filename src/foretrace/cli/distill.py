@@ -95,7 +95,7 @@ def distill(
 ) -> None:
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
     from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
-    from foretrace.distill.group import launched
+    from foretrace.distill.em.distributed import launched
     from foretrace.distill.run import distill as run
     from foretrace.distill.run import publish
 

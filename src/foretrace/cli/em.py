@@ -50,7 +50,7 @@ def em(
 ) -> None:
     """Train an HMM on a corpus by mini-batch EM; run it again to go on where it stopped."""
     from foretrace.distill import Corpus, EMConfig, train
-    from foretrace.distill.group import joined
+    from foretrace.distill.em.distributed import joined
 
     config = EMConfig(
         epochs=epochs,

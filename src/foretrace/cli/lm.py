@@ -27,7 +27,7 @@ def load_lm(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a language model to write with, and its tokenizer."""
     from foretrace.cli.device import choose_device
-    from foretrace.distill.source import load_both
+    from foretrace.distill.sampling.source import load_both
 
     transformers = _transformers()
     quiet()

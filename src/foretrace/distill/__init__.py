@@ -8,11 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from foretrace.distill.config import DistillConfig
-from foretrace.distill.corpus import Corpus, Manifest
-from foretrace.distill.em import train
-from foretrace.distill.initialise import LatentConfig
-from foretrace.distill.lm import LMConfig
-from foretrace.distill.settings import EMConfig, Progress
+from foretrace.distill.em.config import EMConfig, Progress
+from foretrace.distill.em.train import train
+from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.sampling.corpus import Corpus, Manifest
+from foretrace.distill.start.latent import LatentConfig
 
 __all__ = [
     "Corpus",

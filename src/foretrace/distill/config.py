@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from foretrace.distill.costs import Costs, costs
-from foretrace.distill.initialise import LatentConfig
-from foretrace.distill.sample import SHARD_ROWS, SamplingConfig
-from foretrace.distill.settings import EMConfig
+from foretrace.distill.em.config import EMConfig
+from foretrace.distill.sampling.sample import SHARD_ROWS, SamplingConfig
+from foretrace.distill.start.latent import LatentConfig
 from foretrace.errors import InvalidInputError
 
 STARTS = ("latent", "random")

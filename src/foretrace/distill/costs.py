@@ -4,7 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretrace.distill.expectation import BUFFER_ELEMENTS
+from foretrace.distill.em.e_step import BUFFER_ELEMENTS
 from foretrace.errors import InvalidInputError
 
 FLOAT = 4  # bytes of a count

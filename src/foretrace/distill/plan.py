@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.distill import clusters
-from foretrace.distill.basis import Basis
 from foretrace.distill.config import DistillConfig
 from foretrace.distill.costs import Costs, nearest_existing
-from foretrace.distill.counts import Counts
-from foretrace.distill.expectation import BatchCounts, Expectation
-from foretrace.distill.initialise import FILE_ROWS, before_end, vectors
-from foretrace.distill.lm import LMConfig
-from foretrace.distill.sample import Beginnings
-from foretrace.distill.settings import DTYPES
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.config import DTYPES
+from foretrace.distill.em.e_step import BatchCounts, Expectation
+from foretrace.distill.em.m_step import Counts
+from foretrace.distill.em.workspace import Workspace
+from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.sampling.sample import Beginnings
+from foretrace.distill.start import kmeans
+from foretrace.distill.start.basis import Basis
+from foretrace.distill.start.latent import FILE_ROWS, before_end, vectors
 from foretrace.hmm import HMM
 
 FEW_SECONDS = 2.0  # how long to time what can be made as small as one likes
@@ -111,9 +111,9 @@ def _latent(
     passes = config.latent.iterations + 1  # one more to count
     many = config.num_states - 1
     centroids = places[torch.randint(len(places), (many,))]
-    clusters.improve(lambda: [places[:100]], centroids)
+    kmeans.improve(lambda: [places[:100]], centroids)
     empty, full = (
-        _seconds(lambda some=some: clusters.improve(lambda: [some], centroids))  # type: ignore[misc]
+        _seconds(lambda some=some: kmeans.improve(lambda: [some], centroids))  # type: ignore[misc]
         for some in (places[:1], places)
     )
     each = max(0.0, full - empty) / len(few)

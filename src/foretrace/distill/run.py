@@ -18,20 +18,20 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.distill import card
-from foretrace.distill.claims import LOOK_SECONDS, claimed, share
-from foretrace.distill.clusters import require_faiss
 from foretrace.distill.config import DistillConfig
-from foretrace.distill.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, Split
+from foretrace.distill.context_gain import memory_gain
 from foretrace.distill.costs import require_disk
-from foretrace.distill.diary import CHECKPOINT_FILE, METRICS_FILE
-from foretrace.distill.em import train
-from foretrace.distill.group import Group, joined
-from foretrace.distill.initialise import Latents
-from foretrace.distill.lm import LMConfig
-from foretrace.distill.memory import memory_gain
-from foretrace.distill.sample import manifest_settings, sample
-from foretrace.distill.settings import FREE, Progress
-from foretrace.distill.source import public_name
+from foretrace.distill.em.checkpoint import CHECKPOINT_FILE, METRICS_FILE
+from foretrace.distill.em.config import FREE, Progress
+from foretrace.distill.em.distributed import Group, joined
+from foretrace.distill.em.train import train
+from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, Split
+from foretrace.distill.sampling.sample import manifest_settings, sample
+from foretrace.distill.sampling.source import public_name
+from foretrace.distill.sampling.work_claims import LOOK_SECONDS, claimed, share
+from foretrace.distill.start.kmeans import require_faiss
+from foretrace.distill.start.latent import Latents
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
 from foretrace.hmm.storage import CONFIG_FILE, TENSOR_FILE

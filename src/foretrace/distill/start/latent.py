@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foretrace import _io
-from foretrace.distill import clusters
-from foretrace.distill.basis import Basis
-from foretrace.distill.claims import share
-from foretrace.distill.corpus import Corpus, Split
+from foretrace.distill.sampling.corpus import Corpus, Split
+from foretrace.distill.sampling.work_claims import share
+from foretrace.distill.start import kmeans
+from foretrace.distill.start.basis import Basis
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 
@@ -148,9 +148,9 @@ class Latents:
             tensors, metadata = _io.read_tensors(self.centroids)
             found, passed = tensors["centroids"].clone(), int(metadata["passes"])
         else:
-            found = clusters.first_centroids(self._stream, self.states - 1, self.config.seed)
+            found = kmeans.first_centroids(self._stream, self.states - 1, self.config.seed)
         for number in range(passed + 1, self.config.iterations + 1):
-            found = clusters.improve(self._stream, found)
+            found = kmeans.improve(self._stream, found)
             _io.write_tensors(self.centroids, {"centroids": found}, {"passes": str(number)})
             if observe is not None:
                 observe(number, self.config.iterations)
@@ -174,7 +174,7 @@ class Latents:
         initial = torch.zeros(states)
         moves = torch.zeros(states * states)
         speech = torch.zeros(manifest.vocab_size * states)
-        nearest = clusters.Nearest(centroids)
+        nearest = kmeans.Nearest(centroids)
         for block in self.blocks():
             state = torch.full_like(block.tokens, states - 1)
             state[block.text] = nearest(block.vectors)

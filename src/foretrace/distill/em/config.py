@@ -5,7 +5,7 @@ from math import inf
 
 import torch
 
-from foretrace.distill.baselines import Baselines
+from foretrace.distill.em.ngram import Baselines
 from foretrace.errors import InvalidInputError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -6,7 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from foretrace.distill.clusters import Nearest, Stream, first_centroids, improve
+from foretrace.distill.start.kmeans import Nearest, Stream, first_centroids, improve
 from foretrace.errors import InvalidInputError
 
 pytest.importorskip("faiss", reason="needs the extra `transformers`")

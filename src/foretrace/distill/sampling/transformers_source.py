@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretrace.distill.source import encode, end_of_text, load_both, padded, public_name
+from foretrace.distill.sampling.source import encode, end_of_text, load_both, padded, public_name
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import fingerprint
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretrace.distill import Corpus, Manifest
-from foretrace.distill.corpus import Shard
+from foretrace.distill.sampling.corpus import Shard
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 MANIFEST = Manifest(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretrace.distill.baselines import real_tokens
-from foretrace.distill.basis import Basis
-from foretrace.distill.corpus import Corpus, Manifest, Split
-from foretrace.distill.initialise import FILE_ROWS, LatentConfig, Latents, vectors
+from foretrace.distill.em.ngram import real_tokens
+from foretrace.distill.sampling.corpus import Corpus, Manifest, Split
+from foretrace.distill.start.basis import Basis
+from foretrace.distill.start.latent import FILE_ROWS, LatentConfig, Latents, vectors
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 

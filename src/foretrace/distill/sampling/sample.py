@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from foretrace.distill.claims import share
-from foretrace.distill.corpus import Corpus, Manifest
-from foretrace.distill.source import Source
+from foretrace.distill.sampling.corpus import Corpus, Manifest
+from foretrace.distill.sampling.source import Source
+from foretrace.distill.sampling.work_claims import share
 from foretrace.errors import InvalidInputError
 
 SHARD_ROWS = 4096

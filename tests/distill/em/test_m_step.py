@@ -2,10 +2,10 @@
 
 import torch
 
-from foretrace.distill import counts as module
-from foretrace.distill.counts import Counts
-from foretrace.distill.expectation import BatchCounts
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em import m_step as module
+from foretrace.distill.em.e_step import BatchCounts
+from foretrace.distill.em.m_step import Counts
+from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from tiny import dense_tables
 

@@ -6,7 +6,7 @@ from math import log
 import pytest
 import torch
 
-from foretrace.distill.memory import memory_gain
+from foretrace.distill.context_gain import memory_gain
 from foretrace.hmm import HMM
 
 

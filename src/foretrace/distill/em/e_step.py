@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm.inference import IMPOSSIBLE
 from foretrace.hmm.probability import chunks
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foretrace.distill import expectation
-from foretrace.distill.expectation import BatchCounts, BatchParameters, Expectation
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em import e_step
+from foretrace.distill.em.e_step import BatchCounts, BatchParameters, Expectation
+from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM
 from tiny import LENGTH, STATES, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
 
@@ -28,9 +28,9 @@ def count(hmm: HMM, texts: torch.Tensor, dtype: torch.dtype = torch.float64) -> 
 def test_counts_equal_enumeration(
     form: str, width: int | None, stretch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expectation, "STRETCH", stretch)
+    monkeypatch.setattr(e_step, "STRETCH", stretch)
     if width is not None:  # a batch taken in parts is the whole batch
-        monkeypatch.setattr(expectation, "BUFFER_ELEMENTS", width * STATES * LENGTH)
+        monkeypatch.setattr(e_step, "BUFFER_ELEMENTS", width * STATES * LENGTH)
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
     paths, joint = path_probabilities(hmm, texts)
     possible = joint.sum(0) > 0
@@ -92,5 +92,5 @@ def test_evidence_for_what_cannot_be_reached_stays_finite() -> None:
 def test_the_forward_half_is_the_likelihood(form: str) -> None:
     hmm = tiny_hmm(form)
     texts = all_texts(LENGTH)
-    found = expectation.log_likelihood(parameters_of(hmm), texts)
+    found = e_step.log_likelihood(parameters_of(hmm), texts)
     torch.testing.assert_close(found, hmm.log_likelihood(texts))

@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foretrace.distill.corpus import Corpus
-from foretrace.distill.sample import SamplingConfig, sample
+from foretrace.distill.sampling.corpus import Corpus
+from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.sampling.transformers_source import TransformersSource
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,8 @@ def test_other_settings_are_not_mixed_in(source: TransformersSource, tmp_path: P
 WORKER = """
 import sys
 from pathlib import Path
-from foretrace.distill.sample import SamplingConfig, sample
-from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.sampling.sample import SamplingConfig, sample
+from foretrace.distill.sampling.transformers_source import TransformersSource
 source = TransformersSource.load(sys.argv[1], end_of_text_token=None)
 source.batch_size = 16
 print("ready", flush=True)

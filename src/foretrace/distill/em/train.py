@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.distill.baselines import Baselines, baselines, real_tokens
-from foretrace.distill.corpus import Corpus, Split
-from foretrace.distill.counts import Counts
-from foretrace.distill.diary import Diary
-from foretrace.distill.expectation import BatchCounts, Expectation, log_likelihood
-from foretrace.distill.group import Group, current
-from foretrace.distill.settings import DTYPES, FREE, EMConfig, Progress
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.checkpoint import Diary
+from foretrace.distill.em.config import DTYPES, FREE, EMConfig, Progress
+from foretrace.distill.em.distributed import Group, current
+from foretrace.distill.em.e_step import BatchCounts, Expectation, log_likelihood
+from foretrace.distill.em.m_step import Counts
+from foretrace.distill.em.ngram import Baselines, baselines, real_tokens
+from foretrace.distill.em.workspace import Workspace
+from foretrace.distill.sampling.corpus import Corpus, Split
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import dtype_name

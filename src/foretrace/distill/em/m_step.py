@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.distill.expectation import BatchCounts, BatchParameters
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.e_step import BatchCounts, BatchParameters
+from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import CHUNK_ELEMENTS
 

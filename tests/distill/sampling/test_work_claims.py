@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foretrace.distill import claims
-from foretrace.distill.claims import claimed, share
+from foretrace.distill.sampling import work_claims
+from foretrace.distill.sampling.work_claims import claimed, share
 
 
 def claim_of(path: Path) -> Path:
@@ -45,7 +45,7 @@ def test_a_dead_process_leaves_nothing_behind_that_counts(tmp_path: Path) -> Non
     script = """
 import os, sys
 from pathlib import Path
-from foretrace.distill.claims import claimed, share
+from foretrace.distill.sampling.work_claims import claimed, share
 with claimed(Path(sys.argv[1])) as mine:
     assert mine
     os.kill(os.getpid(), 9)
@@ -62,7 +62,7 @@ def test_a_silent_worker_elsewhere_is_given_up(tmp_path: Path) -> None:
     claim_of(path).write_text('{"host": "another-machine", "process": 1}')
     with claimed(path) as mine:
         assert not mine  # touched just now: believed
-    long_ago = claim_of(path).stat().st_mtime - claims.STALE_SECONDS - 1
+    long_ago = claim_of(path).stat().st_mtime - work_claims.STALE_SECONDS - 1
     os.utime(claim_of(path), (long_ago, long_ago))
     with claimed(path) as mine:
         assert mine
@@ -109,7 +109,7 @@ def test_sharing_waits_for_others_and_stops_when_told(tmp_path: Path) -> None:
 def test_a_living_worker_keeps_its_claim_fresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(work_claims, "BEAT_SECONDS", 0.01)
     path = tmp_path / "work"
     with claimed(path) as mine:
         assert mine

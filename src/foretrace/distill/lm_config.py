@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretrace.distill.group import launched
-from foretrace.distill.source import Source, both_know
-from foretrace.distill.transformers_source import TransformersSource
-from foretrace.distill.vllm_source import VLLMSource
+from foretrace.distill.em.distributed import launched
+from foretrace.distill.sampling.source import Source, both_know
+from foretrace.distill.sampling.transformers_source import TransformersSource
+from foretrace.distill.sampling.vllm_source import VLLMSource
 from foretrace.errors import InvalidInputError
 
 ENGINES = ("transformers", "vllm")

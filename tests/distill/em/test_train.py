@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
-from foretrace.distill.counts import Counts
-from foretrace.distill.expectation import BatchCounts, Expectation
-from foretrace.distill.workspace import Workspace
+from foretrace.distill.em.e_step import BatchCounts, Expectation
+from foretrace.distill.em.m_step import Counts
+from foretrace.distill.em.workspace import Workspace
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM
 from tiny import dense_tables

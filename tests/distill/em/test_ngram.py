@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from foretrace.distill.baselines import ADDED, baselines, real_tokens
+from foretrace.distill.em.ngram import ADDED, baselines, real_tokens
 
 
 def test_text_ends_with_its_first_end_of_text() -> None:

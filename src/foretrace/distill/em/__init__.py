@@ -1,0 +1,1 @@
+"""Train an HMM on a corpus by mini-batch EM."""

@@ -1,0 +1,1 @@
+"""Sample a corpus of token sequences from a language model."""

@@ -1,0 +1,1 @@
+"""Build the HMM that EM starts from."""
