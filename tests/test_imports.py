@@ -57,6 +57,22 @@ def test_every_public_name_is_there() -> None:
         assert getattr(foretrace, name) is not None
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import foretrace as ft; ft.distill; import foretrace.distill.sampling.corpus as corpus",
+        "import foretrace.distill.sampling.corpus as corpus; import foretrace as ft",
+        "import foretrace as ft; from foretrace.distill.run import distill; "
+        "corpus = ft.distill.sampling.corpus",
+    ],
+    ids=["attribute first", "module first", "function first"],
+)
+def test_distill_is_a_function_and_a_package(code: str) -> None:
+    script = f"{code}; from foretrace.distill import DistillConfig; assert callable(ft.distill)"
+    script += "; assert ft.distill.sampling.corpus is corpus; assert DistillConfig"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = foretrace.nonsense

@@ -49,7 +49,6 @@ _HOMES = {
     "HMMConfig": "foretrace.hmm",
     "DistillConfig": "foretrace.distill.config",
     "ForetraceError": "foretrace.errors",
-    "distill": "foretrace.distill.run",
     "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
@@ -64,6 +63,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         value: object = version("foretrace")
+    elif name == "distill":
+        value = import_module("foretrace.distill")  # a package that can be called
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:

@@ -1,6 +1,7 @@
-"""From a language model, or from token sequences, to an HMM.
+"""Distill an HMM from a language model, or train one on token sequences.
 
-`foretrace.distill` is this package and also the function: `foretrace.distill(model, config, ...)`.
+The package is callable: `foretrace.distill(model, config, out=folder)` runs
+`foretrace.distill.run.distill`.
 """
 
 import sys
@@ -26,13 +27,15 @@ __all__ = [
 ]
 
 
-class _Callable(ModuleType):
-    """A package that can be called: Python binds `foretrace.distill` to it, like it or not."""
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
+# Importing any module of this package makes Python bind the attribute `distill` of `foretrace` to
+# the package, after this file has run. A function of that name would be replaced, so the package
+# itself is callable. Its class is the only place where a module can define `__call__`.
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `foretrace.distill.run.distill`."""
         from foretrace.distill.run import distill
 
-        return distill(*given, **named)
+        return distill(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallablePackage
