@@ -1,4 +1,4 @@
-"""EM's speed: against bare matrix products, against hmmlearn, and as the vocabulary grows."""
+"""Speed of EM: against bare matrix products, against hmmlearn, and as the vocabulary grows."""
 
 import math
 import subprocess
@@ -17,7 +17,7 @@ from foretrace.distill.em.e_step import (
     STRETCH,
     BatchCounts,
     BatchParameters,
-    Expectation,
+    EStep,
 )
 from foretrace.distill.em.m_step import SMALLEST_FACTOR, Counts
 from foretrace.distill.em.workspace import Workspace
@@ -28,9 +28,9 @@ WORKSPACE = Workspace(torch.zeros(1))
 
 
 def batch(states: int, sequences: int, length: int) -> tuple[BatchParameters, Tensor, BatchCounts]:
-    """Make parameters, (sequences, length) tokens and empty counts."""
+    """Build parameters, (sequences, length) tokens and zero counts."""
     torch.manual_seed(0)
-    distinct = min(12_000, sequences * length // 4)  # tokens, about what real text has
+    distinct = min(12_000, sequences * length // 4)  # tokens, about as many as in real text
     parameters = BatchParameters(
         initial=torch.softmax(torch.rand(states), 0),
         transition=torch.softmax(torch.randn(states, states), 1),
@@ -40,28 +40,30 @@ def batch(states: int, sequences: int, length: int) -> tuple[BatchParameters, Te
     return parameters, index, BatchCounts.zeros(distinct, states, Workspace(parameters.initial))
 
 
-def bare_products(left: Tensor, right: Tensor, matrix: Tensor, moved: Tensor, length: int) -> None:
-    """Multiply as often as EM must: forward, backward and counting, at every transition."""
+def bare_products(
+    left: Tensor, right: Tensor, matrix: Tensor, pair_sums: Tensor, length: int
+) -> None:
+    """Run the matrix products of EM alone: forward, backward and counting, per transition."""
     for _ in range(length - 1):
         torch.mm(left, matrix, out=right)
     for _ in range(length - 1):
         torch.mm(left, matrix.T, out=right)
-        torch.mm(left.T, right, out=moved)
+        torch.mm(left.T, right, out=pair_sums)
 
 
 def against_products(
     report: harness.Report, states: int, sequences: int, length: int, goal: float, repeats: int
 ) -> None:
-    """Hold the E-step against its own products, in float32 and bfloat16."""
+    """Compare the E-step with its bare products, in float32 and bfloat16."""
     parameters, index, counts = batch(states, sequences, length)
     jobs = []
     for dtype in (torch.float32, torch.bfloat16):
         operands = torch.rand(sequences, states), torch.rand(sequences, states)
         squares = torch.rand(states, states), torch.zeros(states, states)
-        left, right, matrix, moved = (tensor.to(dtype) for tensor in (*operands, *squares))
-        expectation = Expectation(states, length, dtype, parameters.initial)
-        jobs.append(partial(expectation.add, parameters, index, counts))
-        jobs.append(partial(bare_products, left, right, matrix, moved, length))
+        left, right, matrix, pair_sums = (tensor.to(dtype) for tensor in (*operands, *squares))
+        e_step = EStep(states, length, dtype, parameters.initial)
+        jobs.append(partial(e_step.accumulate, parameters, index, counts))
+        jobs.append(partial(bare_products, left, right, matrix, pair_sums, length))
     single, single_bare, half, half_bare = harness.seconds(*jobs, repeats=repeats)
     label = f"{states:,} states"
     work = 6 * sequences * (length - 1) * states**2 / 1e9
@@ -73,22 +75,22 @@ def against_products(
     report.add(f"{label}: E-step, float32", sequences * length / single, "tokens/s")
 
 
-def one_step(counts: Counts, expectation: Expectation, texts: Tensor, step: float) -> None:
-    """Learn from one batch; a step of 1 with all texts is an iteration of plain EM."""
+def one_step(counts: Counts, e_step: EStep, texts: Tensor, step: float) -> None:
+    """Run one EM step; a step size of 1 with all texts is an iteration of plain EM."""
     tokens, index = torch.unique(texts, return_inverse=True)
-    new = BatchCounts.zeros(len(tokens), len(counts.initial), WORKSPACE)
-    expectation.add(counts.parameters(tokens), index, new)
-    counts.update(tokens, new, step)
+    batch_counts = BatchCounts.zeros(len(tokens), len(counts.initial), WORKSPACE)
+    e_step.accumulate(counts.parameters(tokens), index, batch_counts)
+    counts.update(tokens, batch_counts, step)
 
 
-def plain_em(start: HMM) -> tuple[Counts, Expectation]:
+def plain_em(start: HMM) -> tuple[Counts, EStep]:
     """Set up EM without pseudocounts."""
     counts = Counts.from_hmm(start, LENGTH, pseudocount=0.0, eos_token_id=None)
-    return counts, Expectation(start.num_states, LENGTH, torch.float32, counts.initial)
+    return counts, EStep(start.num_states, LENGTH, torch.float32, counts.initial)
 
 
 def hmmlearn_iteration(start: HMM, texts: Tensor) -> float:
-    """Time one iteration of hmmlearn from the same start, its fastest way."""
+    """Time one iteration of hmmlearn from the same start, with its fastest implementation."""
     from hmmlearn.hmm import CategoricalHMM
 
     identity = torch.eye(start.num_states)
@@ -105,13 +107,13 @@ def hmmlearn_iteration(start: HMM, texts: Tensor) -> float:
     peer.startprob_ /= peer.startprob_.sum()
     peer.transmat_ /= peer.transmat_.sum(1, keepdims=True)
     peer.emissionprob_ /= peer.emissionprob_.sum(1, keepdims=True)
-    began = perf_counter()
+    started = perf_counter()
     peer.fit(texts.reshape(-1, 1).numpy(), [LENGTH] * len(texts))
-    return perf_counter() - began
+    return perf_counter() - started
 
 
 def against_hmmlearn(report: harness.Report, vocab: int, sequences: int) -> None:
-    """Hold one full-batch iteration against hmmlearn's."""
+    """Compare one full-batch iteration with hmmlearn's."""
     start = HMM.random(256, vocab, seed=0)
     texts = torch.randint(0, vocab, (sequences, LENGTH), generator=torch.Generator().manual_seed(1))
     theirs = hmmlearn_iteration(start, texts)
@@ -131,7 +133,7 @@ def against_hmmlearn(report: harness.Report, vocab: int, sequences: int) -> None
 
 
 def memory(report: harness.Report) -> None:
-    """Measure, in a process of its own, the peak of one iteration against the parameters."""
+    """Measure the peak memory of training relative to the parameters, in a separate process."""
     run = subprocess.run(
         [sys.executable, __file__, "--measure-memory"], capture_output=True, text=True, check=True
     )
@@ -142,8 +144,8 @@ def memory(report: harness.Report) -> None:
 def measure_memory() -> None:
     """Print (peak memory of a training run - its batch) / parameters.
 
-    The batch is its sequences' beliefs and messages. The tables of the batch's own tokens, 3 of 4
-    tokens of the vocabulary here, are not taken off; nor is the start, or the checkpoint.
+    The batch is the beliefs and messages of its sequences. The emission rows of its tokens, 3 of 4
+    tokens of the vocabulary here, are not subtracted; nor is the start, or the checkpoint.
     """
     states, vocab, sequences = 256, 50_257, 2048
 
@@ -158,16 +160,16 @@ def measure_memory() -> None:
             config = EMConfig(epochs=2, batch_size=sequences, held_out=0)
             train(HMM.random(states, vocab, seed=0), corpus, config, folder=f"{folder}/run")
 
-    run(vocab=100)  # what the libraries take for themselves
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, and the parent's: begin anew
+    run(vocab=100)  # the memory of the libraries
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = peak()
     run(vocab)
-    held = 4 * states * sequences * (LENGTH + 2 * STRETCH + 1)
-    print((peak() - before - held) / (4 * states * (vocab + states)))
+    batch_bytes = 4 * states * sequences * (LENGTH + 2 * STRETCH + 1)
+    print((peak() - before - batch_bytes) / (4 * states * (vocab + states)))
 
 
 def as_vocabulary_grows(report: harness.Report, sequences: int, repeats: int) -> None:
-    """Time the same batch in vocabularies of 50,257 and 262,144."""
+    """Time the same batch with vocabularies of 50,257 and 262,144 tokens."""
     texts = torch.randint(0, 50_257, (sequences, LENGTH))
     times = {}
     for vocab in (50_257, 262_144):
@@ -180,11 +182,11 @@ def as_vocabulary_grows(report: harness.Report, sequences: int, repeats: int) ->
             pseudocount=1e-8,
             eos_token_id=None,
         )
-        expectation = Expectation(states, LENGTH, torch.float32, counts.initial)
-        step_job = partial(one_step, counts, expectation, texts, 0.01)
+        e_step = EStep(states, LENGTH, torch.float32, counts.initial)
+        step_job = partial(one_step, counts, e_step, texts, 0.01)
         (step,) = harness.seconds(step_job, repeats=repeats)
         (fold,) = harness.seconds(partial(counts.emission.mul_, 0.999), repeats=3)
-        # The factor falls by e a step on average, and is multiplied in at its smallest.
+        # The factor falls by e per step on average, and is multiplied in at its minimum.
         times[vocab] = step + fold / -math.log(SMALLEST_FACTOR)
         report.add(f"one step, 1,024 states, V={vocab:,}", times[vocab], "s")
         del counts
@@ -197,8 +199,8 @@ def main() -> None:
     if sys.argv[1:] == ["--measure-memory"]:
         measure_memory()
         return
-    chosen = harness.options(__doc__)
-    quick = chosen.quick
+    options = harness.options(__doc__)
+    quick = options.quick
     report = harness.Report(f"EM, {torch.get_num_threads()} threads")
     against_products(
         report, 1024, 1536 if quick else 4096, LENGTH, goal=1.2, repeats=3 if quick else 5
@@ -208,7 +210,7 @@ def main() -> None:
         against_hmmlearn(report, vocab, 768 if quick else 2048)
     memory(report)
     as_vocabulary_grows(report, 256 if quick else 1024, repeats=3 if quick else 9)
-    report.publish(chosen.json)
+    report.publish(options.json)
 
 
 if __name__ == "__main__":

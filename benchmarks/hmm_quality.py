@@ -1,8 +1,8 @@
-"""What a better HMM is worth: control on `detox-hard` as EM goes on, from a random start.
+"""Control on `detox-hard` against the likelihood of the HMM, by epochs of EM from a random start.
 
-Set FORETRACE_CORPUS to the folder of a corpus of SmolLM2 (`work/corpus` of a distillation),
-FORETRACE_RESULTS to a folder where all that is made is kept, and what `evaluation.py` needs. The
-last HMM is that of `examples/`. With --quick, one small HMM and a few texts.
+Set FORETRACE_CORPUS to a corpus of SmolLM2 (`work/corpus` of a distillation), FORETRACE_RESULTS to
+a folder for all results, and the variables of `evaluation.py`. The last HMM is that of `examples/`.
+With --quick, one small HMM and a few texts.
 """
 
 import json
@@ -22,11 +22,11 @@ QUICK_FIGURES = ("positive, mean", "perplexity")
 
 
 def main() -> None:
-    """Train, steer, and draw control against likelihood."""
-    given = options(__doc__)
+    """Train, steer, and plot control against likelihood."""
+    arguments = options(__doc__)
     report = Report("Control against the HMM's likelihood")
     corpus = Path(os.environ["FORETRACE_CORPUS"])
-    if given.quick:
+    if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
             hmm = _train(corpus, Path(scratch) / "hmm", 16, 1)
             more = ["--continuations", 4, "--method", "transform"]
@@ -34,21 +34,24 @@ def main() -> None:
             changed = results["methods"]["transform"]["figures"]
             _add(report, "16 states, 1 epoch", hmm, changed, QUICK_FIGURES)
     else:
-        kept = Path(os.environ["FORETRACE_RESULTS"]) / "hmm-quality"
+        results_folder = Path(os.environ["FORETRACE_RESULTS"]) / "hmm-quality"
         hmms = {
-            f"{STATES} states, {epochs} epochs": _train(corpus, kept / f"{epochs}", STATES, epochs)
+            f"{STATES} states, {epochs} epochs": _train(
+                corpus, results_folder / f"{epochs}", STATES, epochs
+            )
             for epochs in EPOCHS
         }
         hmms["the example, 1,024 states"] = EXAMPLE
         points = {}
-        for place, (name, hmm) in enumerate(hmms.items()):
-            more, judges = ["--continuations", 10, "--method", BEST], kept.parent / "judges"
-            out = kept / f"control {place}"
+        for number, (name, hmm) in enumerate(hmms.items()):
+            more = ["--continuations", 10, "--method", BEST]
+            judges = results_folder.parent / "judges"
+            out = results_folder / f"control {number}"
             results = run_suite("detox-hard", out, 50, *more, hmm=hmm, judges=judges)
             changed = results["methods"][BEST]["figures"]
             points[name] = _add(report, name, hmm, changed, FIGURES)
         _draw(points, ROOT / "docs" / "results" / "hmm-quality.png")
-    report.publish(given.json)
+    report.publish(arguments.json)
 
 
 def _train(corpus: Path, out: Path, states: int, epochs: int) -> Path:
@@ -61,7 +64,7 @@ def _train(corpus: Path, out: Path, states: int, epochs: int) -> Path:
 def _add(
     report: Report, name: str, hmm: Path, changed: dict[str, Any], figures: tuple[str, ...]
 ) -> tuple[float, ...]:
-    """Report a point: likelihood, and every figure's change against bare."""
+    """Report the likelihood of an HMM, and the change of every metric against the bare LM."""
     config = json.loads((hmm / "config.json").read_text())
     likelihood = config["distillation"]["held_out_log_likelihood"]
     report.add(f"{name}: held-out log-likelihood", likelihood, "nats/token")
@@ -77,12 +80,12 @@ def _draw(points: dict[str, tuple[float, ...]], path: Path) -> None:
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.add_subplot()
     values = list(points.values())
-    for place, label in enumerate(FIGURES, 1):
-        axes.plot([p[0] for p in values], [100 * p[place] for p in values], "o-", label=label)
-    for name, point in points.items():  # upright, since some stand close together
+    for column, label in enumerate(FIGURES, 1):
+        axes.plot([p[0] for p in values], [100 * p[column] for p in values], "o-", label=label)
+    for name, point in points.items():  # vertical, since some points are close together
         above = (point[0], 100 * max(point[1:]))
         axes.annotate(f"  {name}", above, fontsize=7, rotation=90, ha="center", va="bottom")
-    axes.set_ylim(top=20)  # room for the names
+    axes.set_ylim(top=20)  # space for the names
     axes.set_xlabel("held-out log-likelihood of the HMM, nats per token")
     axes.set_ylabel("change against bare, %")
     axes.legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""The whole way from a model's name to an HMM, killed at every stage and run again."""
+"""Distill an HMM end to end, killed at every stage and resumed."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ import torch
 
 import foretrace as ft
 from foretrace.distill import EMConfig, LatentConfig, LMConfig
-from foretrace.distill.run import Advance, publish
+from foretrace.distill.run import StageProgress, publish
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm.storage import named_tensors
 from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
@@ -37,16 +37,16 @@ SMALL = ft.DistillConfig(
 
 @pytest.fixture(scope="module")
 def finished(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A distillation that nothing disturbed."""
+    """Return the folder of an uninterrupted distillation."""
     out = tmp_path_factory.mktemp("finished")
     ft.distill(str(tiny_lm), CONFIG, out=out, prompts=["w1 w2 w3"])
     return out
 
 
-def test_the_folder_holds_all_that_was_promised(finished: Path, tiny_lm: Path) -> None:
+def test_the_folder_holds_hmm_card_and_metrics(finished: Path, tiny_lm: Path) -> None:
     hmm = ft.HMM.from_pretrained(finished)
     assert (hmm.num_states, hmm.vocab_size) == (8, 64)
-    assert hmm.config.source_model == tiny_lm.name  # never the path
+    assert hmm.config.source_model == tiny_lm.name  # not its path
     facts = hmm.config.distillation
     assert facts["sequences"] == 500
     assert facts["settings"]["start"] == "latent"
@@ -62,7 +62,7 @@ def test_the_folder_holds_all_that_was_promised(finished: Path, tiny_lm: Path) -
     assert not list(finished.rglob("hidden-*"))
 
 
-def test_it_learns(finished: Path) -> None:
+def test_the_likelihood_grows(finished: Path) -> None:
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     measured = [row["held_out"] for row in rows if row["held_out"] is not None]
     assert measured[-1] > measured[0] - 0.01
@@ -73,9 +73,10 @@ SCRIPT = """
 import json, sys
 import foretrace as ft
 from foretrace.distill import EMConfig, LatentConfig
-given = json.loads(sys.argv[1])
-given["latent"], given["em"] = LatentConfig(**given["latent"]), EMConfig(**given["em"])
-ft.distill(sys.argv[2], ft.DistillConfig(**given), out=sys.argv[3], prompts=["w1 w2 w3"])
+settings = json.loads(sys.argv[1])
+settings["latent"] = LatentConfig(**settings["latent"])
+settings["em"] = EMConfig(**settings["em"])
+ft.distill(sys.argv[2], ft.DistillConfig(**settings), out=sys.argv[3], prompts=["w1 w2 w3"])
 """
 
 
@@ -97,10 +98,10 @@ def _kill_when(tiny_lm: Path, out: Path, reached: Callable[[], bool]) -> None:
     process.wait()
 
 
-def test_killed_at_every_stage_it_ends_the_same(
+def test_a_run_killed_at_every_stage_gives_the_same_hmm(
     tiny_lm: Path, tmp_path: Path, finished: Path
 ) -> None:
-    """kill -9 while sampling, while reading hidden states, in EM: nothing is drawn twice."""
+    """kill -9 while sampling, while computing hidden states, in EM: no shard is sampled twice."""
     work = tmp_path / "work"
 
     def shards() -> dict[str, int]:
@@ -123,7 +124,7 @@ def test_killed_at_every_stage_it_ends_the_same(
         assert torch.allclose(ours[name], table, atol=1e-6), name
 
 
-def test_two_at_once_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Path) -> None:
+def test_two_workers_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Path) -> None:
     workers = [_start(tiny_lm, tmp_path) for _ in range(2)]
     assert [worker.wait() for worker in workers] == [0, 0]
     ours, theirs = (ft.HMM.from_pretrained(out) for out in (tmp_path, finished))
@@ -132,32 +133,34 @@ def test_two_at_once_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Pat
     assert not list(tmp_path.rglob("*.claim"))
 
 
-def test_done_is_done(tiny_lm: Path, finished: Path) -> None:
-    told: list[Advance] = []
+def test_a_finished_distillation_is_not_repeated(tiny_lm: Path, finished: Path) -> None:
+    observed: list[StageProgress] = []
     before = (finished / "hmm.safetensors").stat().st_mtime_ns
-    ft.distill(str(tiny_lm), CONFIG, out=finished, prompts=["w1 w2 w3"], observe=told.append)
-    assert not told
+    ft.distill(str(tiny_lm), CONFIG, out=finished, prompts=["w1 w2 w3"], observe=observed.append)
+    assert not observed
     assert (finished / "hmm.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_random_start_and_what_is_told(tiny_lm: Path, tmp_path: Path) -> None:
-    told: list[Advance] = []
-    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, observe=told.append)
+def test_progress_of_a_random_start(tiny_lm: Path, tmp_path: Path) -> None:
+    observed: list[StageProgress] = []
+    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, observe=observed.append)
     assert hmm.num_states == 4
-    assert [(each.stage, each.done, each.total) for each in told] == [
+    assert [(item.stage, item.done, item.total) for item in observed] == [
         ("sampling", 90, 90),
         ("EM", 1, 1),
     ]
 
 
-def test_other_settings_in_the_same_folder(tiny_lm: Path, finished: Path) -> None:
+def test_other_settings_in_the_same_folder_are_refused(tiny_lm: Path, finished: Path) -> None:
     config = replace(CONFIG, num_states=9)
     with pytest.raises(InvalidFileError, match=r"num_states differ.*another --out"):
         ft.distill(str(tiny_lm), config, out=finished, prompts=["w1 w2 w3"])
 
 
-def test_another_tokenizer_than_the_corpus(tmp_path: Path, tiny_lm: Path, finished: Path) -> None:
-    """The corpus is there, the model in its place has other words."""
+def test_a_tokenizer_other_than_that_of_the_corpus_is_refused(
+    tmp_path: Path, tiny_lm: Path, finished: Path
+) -> None:
+    """The corpus exists, and a model of the same name has other words."""
     import shutil
 
     shutil.copytree(finished / "work" / "corpus", tmp_path / "out" / "work" / "corpus")
@@ -166,17 +169,17 @@ def test_another_tokenizer_than_the_corpus(tmp_path: Path, tiny_lm: Path, finish
         ft.distill(str(model), CONFIG, out=tmp_path / "out", prompts=["w1 w2 w3"])
 
 
-def test_too_little_disk(tiny_lm: Path, tmp_path: Path) -> None:
+def test_too_little_disk_space(tiny_lm: Path, tmp_path: Path) -> None:
     config = ft.DistillConfig(sequences=10**15)
     with pytest.raises(InvalidInputError, match=r"GB on disk, but has.*fewer sequences or states"):
         ft.distill(str(tiny_lm), config, out=tmp_path)
 
 
-def test_a_mistake_can_be_mended_in_the_same_folder(tiny_lm: Path, tmp_path: Path) -> None:
-    """A wrong name, then settings that are changed before their stage: no folder is spoilt."""
+def test_a_mistake_can_be_corrected_in_the_same_folder(tiny_lm: Path, tmp_path: Path) -> None:
+    """A wrong model name or other settings leave the folder usable."""
     with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
         ft.distill(str(tmp_path / "nowhere"), SMALL, out=tmp_path)
-    (tmp_path / "work" / "corpus").mkdir(parents=True)  # killed before the manifest was there
+    (tmp_path / "work" / "corpus").mkdir(parents=True)  # killed before the manifest was written
     ft.distill(str(tiny_lm), SMALL, out=tmp_path)
     (tmp_path / "hmm.safetensors").unlink()
     with pytest.raises(InvalidFileError, match=r"start was made with.*num_states.*remove it"):
@@ -185,8 +188,8 @@ def test_a_mistake_can_be_mended_in_the_same_folder(tiny_lm: Path, tmp_path: Pat
         ft.distill(str(tiny_lm), replace(SMALL, length=9), out=tmp_path)
 
 
-def test_what_cannot_be_measured_is_left_out(tiny_lm: Path, tmp_path: Path) -> None:
-    """Rows too short for a prefix of 12 tokens: the HMM is written all the same."""
+def test_a_context_gain_that_cannot_be_measured_is_omitted(tiny_lm: Path, tmp_path: Path) -> None:
+    """Rows are too short for a prefix of 12 tokens; the HMM is written nevertheless."""
     hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path)
     assert "memory_gain" not in hmm.config.distillation
 
@@ -202,20 +205,20 @@ def test_what_cannot_be_measured_is_left_out(tiny_lm: Path, tmp_path: Path) -> N
         {"sequences": 5000, "length": 2, "num_states": 50_000},
     ],
 )
-def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         ft.DistillConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_is_not_there() -> None:
+def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="transformers or vllm"):
         LMConfig(engine="llama.cpp")
 
 
-def test_publishing_uploads_what_others_need(
+def test_publishing_uploads_hmm_card_and_metrics(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub cannot be reached here: a double stands in for its client."""
+    """A test double replaces the client of the hub."""
     import huggingface_hub
 
     uploaded: list[str] = []
@@ -237,11 +240,11 @@ def test_publishing_uploads_what_others_need(
     assert {"hmm.safetensors", "config.json", "README.md"} <= set(uploaded)
 
 
-def test_publishing_that_fails_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_explained(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     class HubDoubleThatIsDown:
-        def create_repo(self, *given: object, **named: object) -> str:
+        def create_repo(self, *args: object, **kwargs: object) -> str:
             raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "HfApi", HubDoubleThatIsDown)
@@ -252,6 +255,8 @@ def test_publishing_that_fails_says_so(finished: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("sequences", "shards"), [(300, 2), (4_000, 16), (102_400, 25), (1_000_000_000, 10_173)]
 )
-def test_few_sequences_come_in_shards_that_show_progress(sequences: int, shards: int) -> None:
+def test_the_default_shard_size_follows_the_number_of_sequences(
+    sequences: int, shards: int
+) -> None:
     config = ft.DistillConfig(num_states=8, sequences=sequences, em=EMConfig(held_out=10))
     assert config.sampling.shards == shards

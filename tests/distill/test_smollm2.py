@@ -1,4 +1,4 @@
-"""Distilling a real LM, in small."""
+"""Distill a small HMM from a real LM."""
 
 from pathlib import Path
 
@@ -18,19 +18,19 @@ def source(smollm2: Path) -> TransformersSource:
     return TransformersSource.load(str(smollm2), end_of_text_token="<|endoftext|>", dtype="auto")
 
 
-def test_hidden_states_are_those_that_predict(source: TransformersSource) -> None:
-    """The LM's own head, on the state at t, gives the LM's distribution of token t."""
+def test_hidden_states_predict_the_next_token(source: TransformersSource) -> None:
+    """The LM's head maps the state at t to the LM's distribution of token t."""
     rows = torch.tensor(source.encode(["The capital of France is Paris, and the"])[0])[None]
     hidden = source.hidden(rows)
     assert hidden.shape == (1, rows.shape[1] + 1, 576)
-    begun = torch.cat([torch.tensor([[source.eos_token_id]]), rows], 1)
+    input_ids = torch.cat([torch.tensor([[source.eos_token_id]]), rows], 1)
     with torch.inference_mode():
-        expected = source.model(begun).logits
+        expected = source.model(input_ids).logits
         ours = source.model.lm_head(hidden)
     assert torch.allclose(ours.float(), expected.float(), atol=1e-3)
 
 
-def test_a_real_lm_becomes_an_hmm(smollm2: Path, tmp_path: Path) -> None:
+def test_distilling_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
     config = ft.DistillConfig(
         num_states=32,
         sequences=384,

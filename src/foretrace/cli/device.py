@@ -7,7 +7,7 @@ def choose_device(device: str) -> str:
     """Choose the device: under torchrun, each process its own GPU."""
     import torch
 
-    from foretrace.distill.em.distributed import launched
+    from foretrace.distill.em.distributed import launched_group
     from foretrace.errors import InvalidInputError
 
     if device == "auto":
@@ -20,7 +20,7 @@ def choose_device(device: str) -> str:
         raise InvalidInputError(
             "This machine, or this torch, has no CUDA. Use --device cpu, or install torch for CUDA."
         )
-    if device.startswith("cuda:") and launched().size > 1:
+    if device.startswith("cuda:") and launched_group().size > 1:
         raise InvalidInputError(
             f"Several processes cannot share {device}: give --device cuda, and each takes its own."
         )

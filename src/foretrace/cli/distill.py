@@ -95,7 +95,7 @@ def distill(
 ) -> None:
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
     from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
-    from foretrace.distill.em.distributed import launched
+    from foretrace.distill.em.distributed import launched_group
     from foretrace.distill.run import distill as run
     from foretrace.distill.run import publish
 
@@ -122,7 +122,7 @@ def distill(
     if plan:
         _show_plan(model, config, lm, texts, out)
         return
-    leads = launched().leads
+    leads = launched_group().is_leader
     with Bars(visible=leads) as bars:
         hmm = run(
             model, config, out=out, prompts=texts, lm=lm, observe=lambda told: bars.show(*told)
@@ -149,7 +149,7 @@ def _show_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from foretrace.distill.costs import gigabytes
+    from foretrace.distill.costs import format_bytes
     from foretrace.distill.plan import plan
 
     found = plan(model, config, prompts=prompts, lm=lm, folder=out)
@@ -161,10 +161,11 @@ def _show_plan(
     console.print(table)
     costs = found.costs
     console.print(
-        f"disk: {gigabytes(costs.disk)} at most (corpus {gigabytes(costs.corpus)}, hidden states "
-        f"{gigabytes(costs.hidden)} for a while, an HMM {gigabytes(costs.table)})\n"
-        f"memory: the LM and what its engine takes; then {gigabytes(costs.latent_memory)} to find "
-        f"a start; then {gigabytes(costs.em_memory)} for EM"
+        f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, "
+        f"hidden states {format_bytes(costs.hidden)} for a while, an HMM "
+        f"{format_bytes(costs.table)})\nmemory: the LM and what its engine takes; then "
+        f"{format_bytes(costs.latent_memory)} to find a start; then "
+        f"{format_bytes(costs.em_memory)} for EM"
     )
 
 

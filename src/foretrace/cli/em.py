@@ -50,7 +50,7 @@ def em(
 ) -> None:
     """Train an HMM on a corpus by mini-batch EM; run it again to go on where it stopped."""
     from foretrace.distill import Corpus, EMConfig, train
-    from foretrace.distill.em.distributed import joined
+    from foretrace.distill.em.distributed import process_group
 
     config = EMConfig(
         epochs=epochs,
@@ -63,18 +63,18 @@ def em(
         seed=seed,
     )
     place = choose_device(device)
-    with joined(place) as group:
+    with process_group(place) as group:
         opened = Corpus(corpus)
-        with Bars(visible=group.leads) as bars:
-            screen = _Screen(bars, out if tensorboard and group.leads else None)
+        with Bars(visible=group.is_leader) as bars:
+            screen = _Screen(bars, out if tensorboard and group.is_leader else None)
             trained = train(
-                _start(opened, states, start, seed).to(place, config.sums),
+                _start(opened, states, start, seed).to(place, config.accumulator_dtype),
                 opened,
                 config,
                 folder=out,
                 observe=screen.show,
             )
-        if group.leads:
+        if group.is_leader:
             screen.close()
             trained.save_pretrained(out)
             typer.echo(f"written to {out}")

@@ -27,12 +27,12 @@ def load_lm(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a language model to write with, and its tokenizer."""
     from foretrace.cli.device import choose_device
-    from foretrace.distill.sampling.source import load_both
+    from foretrace.distill.sampling.source import load_tokenizer_and_model
 
     transformers = _transformers()
     quiet()
     place = choose_device(device)
-    tokenizer, model = load_both(
+    tokenizer, model = load_tokenizer_and_model(
         source,
         transformers.AutoTokenizer,
         lambda **options: transformers.AutoModelForCausalLM.from_pretrained(source, **options),

@@ -1,4 +1,4 @@
-"""The model card of a distilled HMM, and the curve of its training."""
+"""The model card of a distilled HMM, with its training curve."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,26 +18,26 @@ hmm = ft.HMM.from_pretrained(FOLDER_OR_HUB_ID)
 
 
 def write(folder: Path, hmm: HMM, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Write the card, and the curve if matplotlib is there to draw it."""
-    drawn = _draw(folder / CURVE_FILE, metrics)
+    """Write the card, and the training curve if matplotlib is installed."""
+    has_curve = _draw(folder / CURVE_FILE, metrics)
     with _io.atomic_write(folder / CARD_FILE) as scratch:
-        scratch.write_text(_text(hmm, curve=drawn), "utf-8")
+        scratch.write_text(_text(hmm, curve=has_curve), "utf-8")
 
 
 def _text(hmm: HMM, *, curve: bool) -> str:
     facts, source = hmm.config.distillation, hmm.config.source_model or "a language model"
-    parts = [
+    sections = [
         _front_matter(hmm.config.source_model),
         f"# A hidden Markov model of {source}\n",
         f"{hmm.num_states:,} states over {hmm.vocab_size:,} tokens, distilled with foretrace. It "
         f"steers {source} at decode time:\n",
         USE,
-        _likelihoods(facts),
-        _memory(facts.get("memory_gain", {})),
+        _likelihood_table(facts),
+        _gain_table(facts.get("memory_gain", {})),
         f"![Log-likelihood while training]({CURVE_FILE})\n" if curve else "",
-        _how(facts),
+        _settings_list(facts),
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(section for section in sections if section)
 
 
 def _front_matter(source: str | None) -> str:
@@ -45,32 +45,33 @@ def _front_matter(source: str | None) -> str:
     return f"---\nlibrary_name: foretrace\ntags:\n- foretrace\n- hidden-markov-model\n{base}---\n"
 
 
-def _likelihoods(facts: Mapping[str, Any]) -> str:
+def _likelihood_table(facts: Mapping[str, Any]) -> str:
     names = {"held_out": "this HMM", "bigram": "bigram of the corpus", "unigram": "its unigram"}
-    found = {name: facts.get(f"{key}_log_likelihood") for key, name in names.items()}
-    rows = [f"| {name} | {value:.4f} |\n" for name, value in found.items() if value is not None]
+    values = {name: facts.get(f"{key}_log_likelihood") for key, name in names.items()}
+    rows = [f"| {name} | {value:.4f} |\n" for name, value in values.items() if value is not None]
     if not rows:
         return ""
     return "| held-out text | nats per token |\n|---|---|\n" + "".join(rows)
 
 
-def _memory(gain: Mapping[str, float]) -> str:
+def _gain_table(gain: Mapping[str, float]) -> str:
     if not gain:
         return ""
-    lead = "Nats that a prefix of 12 tokens adds to the log-likelihood of the next k tokens:\n\n"
-    heads = "| k | " + " | ".join(gain) + " |\n" + "|---" * (len(gain) + 1) + "|\n"
-    return lead + heads + "| gain | " + " | ".join(f"{nats:.3f}" for nats in gain.values()) + " |\n"
+    caption = "Nats that a prefix of 12 tokens adds to the log-likelihood of the next k tokens:\n\n"
+    header = "| k | " + " | ".join(gain) + " |\n" + "|---" * (len(gain) + 1) + "|\n"
+    values = "| gain | " + " | ".join(f"{nats:.3f}" for nats in gain.values()) + " |\n"
+    return caption + header + values
 
 
-def _how(facts: Mapping[str, Any]) -> str:
-    told = {**facts, **facts.get("settings", {})}
-    apart = {"settings", "memory_gain", "em"}  # shown elsewhere, or one by one
-    rows = [f"- {name}: {told[name]}\n" for name in sorted(told) if name not in apart]
+def _settings_list(facts: Mapping[str, Any]) -> str:
+    settings = {**facts, **facts.get("settings", {})}
+    omitted = {"settings", "memory_gain", "em"}  # shown elsewhere, or entry by entry
+    rows = [f"- {name}: {settings[name]}\n" for name in sorted(settings) if name not in omitted]
     return "## How it was made\n\n" + "".join(rows)
 
 
 def _draw(path: Path, metrics: Sequence[Mapping[str, Any]]) -> bool:
-    """Draw the log-likelihood of batches and of held-out rows against the tokens read."""
+    """Plot the log-likelihood of batches and of held-out rows; return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a distillation will take on this machine: a few seconds of each stage, multiplied."""
+"""Estimate what a distillation takes on this machine, from a few seconds of each stage."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,24 +13,36 @@ from foretrace import _io
 from foretrace.distill.config import DistillConfig
 from foretrace.distill.costs import Costs, nearest_existing
 from foretrace.distill.em.config import DTYPES
-from foretrace.distill.em.e_step import BatchCounts, Expectation
+from foretrace.distill.em.e_step import BatchCounts, EStep
 from foretrace.distill.em.m_step import Counts
 from foretrace.distill.em.workspace import Workspace
 from foretrace.distill.lm_config import LMConfig
-from foretrace.distill.sampling.sample import Beginnings
+from foretrace.distill.sampling.sample import Prefixes
+from foretrace.distill.sampling.source import Source
 from foretrace.distill.start import kmeans
 from foretrace.distill.start.basis import Basis
-from foretrace.distill.start.latent import FILE_ROWS, before_end, vectors
+from foretrace.distill.start.latent import (
+    FILE_ROWS,
+    HiddenStates,
+    before_end_mask,
+    feature_vectors,
+)
 from foretrace.hmm import HMM
 
-FEW_SECONDS = 2.0  # how long to time what can be made as small as one likes
-FORWARD_SHARE = 1 / 3  # of an E-step: measuring needs one of its three products
+MEASURED_SECONDS = 2.0  # how long to time a stage whose batch size is free
+FORWARD_SHARE = 1 / 3  # of an E-step: a measurement needs one of its three products
 WRITTEN_ELEMENTS = 1 << 24  # to time the disk: 64 MB
 TABLES_WRITTEN = 3  # the start, a checkpoint, the HMM; more checkpoints in long runs
 
 
 class Stage(NamedTuple):
-    """One stage: how long, and of what."""
+    """The estimate of one stage.
+
+    Attributes:
+        name: The name of the stage.
+        seconds: Its duration.
+        work: The amount of work, in words.
+    """
 
     name: str
     seconds: float
@@ -38,14 +50,19 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What it will take."""
+    """The estimate of a distillation.
+
+    Attributes:
+        stages: The stages in order.
+        costs: Bytes on disk and in memory.
+    """
 
     stages: list[Stage]
     costs: Costs
 
     @property
     def seconds(self) -> float:
-        """All stages together."""
+        """The duration of all stages together."""
         return sum(stage.seconds for stage in self.stages)
 
 
@@ -57,123 +74,131 @@ def plan(
     lm: LMConfig | None = None,
     folder: str | Path = ".",
 ) -> Plan:
-    """Time a little of each stage on this machine, and multiply. Writes nothing that stays.
+    """Estimate the time, disk and memory of a distillation by timing a little of each stage.
 
-    One process is assumed: workers that sample together share the time of the first two stages.
+    The estimate is for one process. Workers that sample together divide the time of sampling and of
+    hidden states among them. No file is left behind.
+
+    Args:
+        model: The language model: a folder or a hub id.
+        config: The settings of the distillation.
+        prompts: The prompts that a share of the sequences continue.
+        lm: The settings of the language model.
+        folder: The output folder, or any folder on the same disk, to time the disk.
+
+    Returns:
+        The duration of every stage, and the bytes on disk and in memory.
+
+    Raises:
+        InvalidInputError: If the model cannot be loaded.
     """
     lm = lm or LMConfig()
-    began = perf_counter()
-    source = lm.source(model, config.length)
-    loading = perf_counter() - began
-    found = config.costs(source.vocab_size)
-    rows, drawing = _sampling(
-        source.draw, source.width, Beginnings(source, prompts, config.sampling)
-    )
+    started = perf_counter()
+    source = lm.load_source(model, config.length)
+    loading = perf_counter() - started
+    costs = config.costs(source.vocab_size)
+    rows, row_seconds = _time_sampling(source, Prefixes(source, prompts, config.sampling))
     source.close()
     stages = [
         Stage("load the LM", loading, lm.engine),
-        Stage("sample", drawing * config.sequences, f"{config.sequences:,} sequences"),
+        Stage("sample", row_seconds * config.sequences, f"{config.sequences:,} sequences"),
     ]
     if config.start == "latent":
-        began = perf_counter()
-        reader = lm.reader(model)
-        loading = perf_counter() - began
-        stages += _latent(reader.hidden, rows, loading, reader.eos_token_id, config)
+        started = perf_counter()
+        reader = lm.load_transformers(model)
+        loading = perf_counter() - started
+        stages += _time_latent_start(reader.hidden, rows, loading, reader.eos_token_id, config)
         reader.close()
-    stages += _em(rows, config, lm.device)
-    stages.append(_writing(Path(folder), found))
-    return Plan(stages, found)
+    stages.append(_time_em(rows, config, lm.device))
+    stages.append(_time_writing(Path(folder), costs))
+    return Plan(stages, costs)
 
 
-def _sampling(
-    draw: Callable[[list[list[int]], int, int], Tensor], width: int, begin: Beginnings
-) -> tuple[Tensor, float]:
-    """Draw as many rows as the engine takes at once; give them, and the seconds of one."""
-    config = begin.config
-    prefixes = begin.of(0)[:width]
-    draw(prefixes[:2], config.length, 0)  # the first call of all is slow
-    began = perf_counter()
-    rows = draw(prefixes, config.length, 1)
-    return rows, (perf_counter() - began) / len(rows)
+def _time_sampling(source: Source, prefixes: Prefixes) -> tuple[Tensor, float]:
+    """Sample one batch; return its rows, and the seconds per row."""
+    length = prefixes.config.length
+    batch = prefixes.for_shard(0)[: source.batch_size]
+    source.draw(batch[:2], length, 0)  # warm up
+    started = perf_counter()
+    rows = source.draw(batch, length, 1)
+    return rows, (perf_counter() - started) / len(rows)
 
 
-def _latent(
-    read: Callable[[Tensor], Tensor], rows: Tensor, loading: float, eos: int, config: DistillConfig
+def _time_latent_start(
+    hidden_states: HiddenStates, rows: Tensor, loading: float, eos: int, config: DistillConfig
 ) -> list[Stage]:
-    few = rows[:FILE_ROWS]
-    read(few[:2])
-    began = perf_counter()
-    hidden = read(few)
-    reading = (perf_counter() - began) / len(few) * config.read_rows
-    text = before_end(few, eos)
-    basis = Basis.of(hidden[:, 1:][text], config.latent.dimensions)
-    places = vectors(basis(hidden), text, config.latent.persistence)
+    rows = rows[:FILE_ROWS]
+    hidden_states(rows[:2])  # warm up
+    started = perf_counter()
+    hidden = hidden_states(rows)
+    reading = (perf_counter() - started) / len(rows) * config.read_rows
+    mask = before_end_mask(rows, eos)
+    basis = Basis.fit(hidden[:, 1:][mask], config.latent.dimensions)
+    vectors = feature_vectors(basis(hidden), mask, config.latent.persistence)
     passes = config.latent.iterations + 1  # one more to count
-    many = config.num_states - 1
-    centroids = places[torch.randint(len(places), (many,))]
-    kmeans.improve(lambda: [places[:100]], centroids)
-    empty, full = (
-        _seconds(lambda some=some: kmeans.improve(lambda: [some], centroids))  # type: ignore[misc]
-        for some in (places[:1], places)
+    centroids = vectors[torch.randint(len(vectors), (config.num_states - 1,))]
+    kmeans.lloyd_step(lambda: [vectors[:100]], centroids)  # warm up
+    fixed, full = (
+        _seconds(lambda block=block: kmeans.lloyd_step(lambda: [block], centroids))  # type: ignore[misc]
+        for block in (vectors[:1], vectors)
     )
-    each = max(0.0, full - empty) / len(few)
-    clustering = passes * (empty + each * config.read_rows)
-    work = f"{config.read_rows:,} sequences"
+    row_seconds = max(0.0, full - fixed) / len(rows)
+    clustering = passes * (fixed + row_seconds * config.read_rows)
     return [
-        Stage("read hidden states", loading + reading, work),
+        Stage("read hidden states", loading + reading, f"{config.read_rows:,} sequences"),
         Stage("cluster them", clustering, f"{passes} passes"),
     ]
 
 
-def _em(rows: Tensor, config: DistillConfig, device: str) -> list[Stage]:
-    """Time steps on batches that grow until they take a few seconds; the last two tell the rest."""
+def _time_em(rows: Tensor, config: DistillConfig, device: str) -> Stage:
+    """Time steps of growing batch size, and extrapolate linearly from the last two."""
     tokens, index = torch.unique(rows.to(device), return_inverse=True)
-    step = _Step(config, len(tokens), device)
+    step = _EMStep(config, len(tokens), device)
     size = min(16, len(rows))
     times: list[tuple[int, float]] = []
-    while not times or (times[-1][1] < FEW_SECONDS and size <= len(rows)):
-        times.append((size, _seconds(lambda: step.take(index[:size]))))  # noqa: B023
+    while not times or (times[-1][1] < MEASURED_SECONDS and size <= len(rows)):
+        times.append((size, _seconds(lambda: step.run(index[:size]))))  # noqa: B023
         size *= 2
-    (few, short), (more, long) = times[-2] if len(times) > 1 else (0, 0.0), times[-1]
-    each = max(0.0, long - short) / (more - few)
-    fixed = max(0.0, short - few * each)
+    (small, short), (large, long) = times[-2] if len(times) > 1 else (0, 0.0), times[-1]
+    row_seconds = max(0.0, long - short) / (large - small)
+    step_seconds = max(0.0, short - small * row_seconds)  # whatever the batch
     em = config.em
     training = max(1, config.sequences - em.held_out)
     steps = em.epochs * em.steps_per_epoch(training)
-    measuring = em.evaluations * em.held_out * each * FORWARD_SHARE
-    seconds = steps * fixed + em.epochs * training * each + measuring
-    return [Stage("train by EM", seconds, f"{steps:,} steps")]
+    measuring = em.evaluations * em.held_out * row_seconds * FORWARD_SHARE
+    seconds = steps * step_seconds + em.epochs * training * row_seconds + measuring
+    return Stage("train by EM", seconds, f"{steps:,} steps")
 
 
-class _Step:
-    """A step of EM on a random HMM that knows only the tokens that occur: others cost nothing."""
+class _EMStep:
+    """An EM step of a random HMM over the tokens that occur: other tokens cost nothing."""
 
     def __init__(self, config: DistillConfig, vocab_size: int, device: str) -> None:
         hmm = HMM.random(config.num_states, max(2, vocab_size), device=device)
         self.counts = Counts.from_hmm(hmm, config.length, pseudocount=1e-9, eos_token_id=None)
-        self.expectation = Expectation(
+        self.e_step = EStep(
             config.num_states, config.length, DTYPES[config.em.dtype], self.counts.initial
         )
         self.workspace = Workspace(self.counts.initial)
 
-    def take(self, index: Tensor) -> None:
-        tokens, place = torch.unique(index, return_inverse=True)
-        new = BatchCounts.zeros(len(tokens), len(self.counts.initial), self.workspace)
-        self.expectation.add(self.counts.parameters(tokens), place, new)
-        self.counts.update(tokens, new, 0.5)
+    def run(self, index: Tensor) -> None:
+        tokens, batch_index = torch.unique(index, return_inverse=True)
+        batch_counts = BatchCounts.zeros(len(tokens), len(self.counts.initial), self.workspace)
+        self.e_step.accumulate(self.counts.parameters(tokens), batch_index, batch_counts)
+        self.counts.update(tokens, batch_counts, 0.5)
         float(self.counts.initial[0])  # wait for the device
 
 
-def _writing(folder: Path, found: Costs) -> Stage:
+def _time_writing(folder: Path, costs: Costs) -> Stage:
     """Time the disk with a small file."""
     content = {"content": torch.zeros(WRITTEN_ELEMENTS)}
     with TemporaryDirectory(dir=nearest_existing(folder)) as scratch:
         seconds = _seconds(lambda: _io.write_tensors(Path(scratch) / "timed", content, {}))
-    whole = TABLES_WRITTEN * found.table + found.hidden + found.corpus
-    return Stage("write", seconds * whole / content["content"].nbytes, "to disk")
+    total = TABLES_WRITTEN * costs.table + costs.hidden + costs.corpus
+    return Stage("write", seconds * total / content["content"].nbytes, "to disk")
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = perf_counter()
+    started = perf_counter()
     work()
-    return perf_counter() - began
+    return perf_counter() - started

@@ -1,7 +1,7 @@
-"""From a language model's name to an HMM: sample, find a start, train, write it all down.
+"""Distill an HMM from a language model: sample a corpus, build a start, train, write the result.
 
-Every stage leaves its result in `out/work` under its final name only when it is whole. The same
-call again, after whatever interruption, does what is left; several calls at once share the work.
+Every stage writes its result to `out/work` atomically. The same call, after an interruption, does
+what is left. Several calls at once share the work.
 """
 
 import json
@@ -19,27 +19,35 @@ from torch import Tensor
 from foretrace import _io
 from foretrace.distill import card
 from foretrace.distill.config import DistillConfig
-from foretrace.distill.context_gain import memory_gain
+from foretrace.distill.context_gain import context_gain
 from foretrace.distill.costs import require_disk
 from foretrace.distill.em.checkpoint import CHECKPOINT_FILE, METRICS_FILE
-from foretrace.distill.em.config import FREE, Progress
-from foretrace.distill.em.distributed import Group, joined
+from foretrace.distill.em.config import FREE_SETTINGS, Progress
+from foretrace.distill.em.distributed import ProcessGroup, process_group
 from foretrace.distill.em.train import train
 from foretrace.distill.lm_config import LMConfig
-from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, Split
+from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, ShardSplit
 from foretrace.distill.sampling.sample import manifest_settings, sample
 from foretrace.distill.sampling.source import public_name
-from foretrace.distill.sampling.work_claims import LOOK_SECONDS, claimed, share
+from foretrace.distill.sampling.work_claims import POLL_SECONDS, claim_work, share_work
 from foretrace.distill.start.kmeans import require_faiss
-from foretrace.distill.start.latent import Latents
+from foretrace.distill.start.latent import LatentStart
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
 from foretrace.hmm.storage import CONFIG_FILE, TENSOR_FILE
 from foretrace.vocabulary import require_same_fingerprint
 
 
-class Advance(NamedTuple):
-    """How far a stage is."""
+class StageProgress(NamedTuple):
+    """The progress of one stage of a distillation.
+
+    Attributes:
+        stage: The name of the stage.
+        done: Units of work that are done.
+        total: Units of work in the stage.
+        unit: The name of the unit.
+        note: A remark to show beside the progress.
+    """
 
     stage: str
     done: int
@@ -48,7 +56,7 @@ class Advance(NamedTuple):
     note: str = ""
 
 
-Observer = Callable[[Advance], None]
+Observer = Callable[[StageProgress], None]
 
 
 def distill(
@@ -60,7 +68,34 @@ def distill(
     lm: LMConfig | None = None,
     observe: Observer | None = None,
 ) -> HMM:
-    """Distil an HMM from a causal LM, by folder or hub id, into the folder `out`."""
+    """Distill an HMM from a causal language model, and write it with a model card.
+
+    If the call is interrupted, repeat it to continue. Several processes, also on several machines
+    with a common file system, can make the same call to share the work.
+
+    Args:
+        model: The language model: a folder or a hub id.
+        config: The settings of the distillation.
+        out: The folder for the HMM, its model card and its metrics. Intermediate files are in its
+            subfolder `work`.
+        prompts: The prompts that a share of the sequences continue.
+        lm: The settings of the language model.
+        observe: Called with the progress of every stage.
+
+    Returns:
+        The HMM.
+
+    Raises:
+        InvalidInputError: If the model cannot be loaded, or the disk has too little space.
+        InvalidFileError: If `out` holds files of a distillation with other settings.
+
+    Example:
+        >>> hmm = ft.distill(
+        ...     "HuggingFaceTB/SmolLM2-135M",
+        ...     ft.DistillConfig(num_states=1024, sequences=100_000),
+        ...     out="my-hmm",
+        ... )  # doctest: +SKIP
+    """
     distillation = _Distillation(
         model, config or DistillConfig(), Path(out), prompts, lm or LMConfig(), observe
     )
@@ -81,172 +116,191 @@ class _Distillation:
     ) -> None:
         self.model, self.config, self.out = model, config, out
         self.prompts, self.lm = prompts, lm
-        self.observe = observe or (lambda advance: None)
+        self.observe = observe or (lambda progress: None)
         self.work = out / "work"
         self.result = out / TENSOR_FILE
 
     def run(self) -> HMM:
-        """Do what is left to do."""
+        """Run the stages that are not complete."""
         if not self.result.exists():
             if self.config.start == "latent":
-                require_faiss()  # better now than after days of sampling
+                require_faiss()  # fail now, not after days of sampling
             corpus = self._sample()
             split = corpus.split(self.config.em.held_out)
-            start = self._start(corpus, split)
-            with joined(self.lm.device) as group:
+            start = self._build_start(corpus, split)
+            with process_group(self.lm.device) as group:
                 self._train_once(corpus, split, start, group)
         hmm = HMM.from_pretrained(self.out)
-        self._require_same(hmm, self.out, asdict(self.config))
+        self._require_same_settings(hmm, self.out, asdict(self.config))
         return hmm
 
-    def _require_same(self, hmm: HMM, folder: Path, wanted: Mapping[str, Any]) -> None:
-        """Insist that what is there was made as is wanted now."""
+    def _require_same_settings(self, hmm: HMM, folder: Path, wanted: Mapping[str, Any]) -> None:
+        """Check that an existing HMM was distilled with the settings of this call."""
         if "settings" not in hmm.config.distillation:
-            raise InvalidFileError(f"{folder} holds an HMM of another making. Use another --out.")
-        found = {**hmm.config.distillation["settings"], "model": hmm.config.source_model}
+            raise InvalidFileError(
+                f"{folder} holds an HMM that was not distilled here. Use another --out."
+            )
+        existing = {**hmm.config.distillation["settings"], "model": hmm.config.source_model}
         expected = {**json.loads(json.dumps(wanted)), "model": public_name(self.model)}
-        for settings in (found, expected):
+        for settings in (existing, expected):
             em = settings.pop("em", {})
-            settings |= {f"em.{key}": value for key, value in em.items() if key not in FREE}
-        _require_equal(folder, "made", found, expected)
+            settings |= {f"em.{key}": v for key, v in em.items() if key not in FREE_SETTINGS}
+        _require_equal(folder, "made", existing, expected)
 
     def _sample(self) -> Corpus:
-        """Draw the corpus, unless it is whole."""
+        """Sample the corpus, unless it is complete."""
         folder, config = self.work / "corpus", self.config.sampling
         if (folder / MANIFEST_FILE).exists():
             corpus = Corpus(folder)
             if all(corpus.shard_path(shard).exists() for shard in range(config.shards)):
                 self._require_same_sampling(corpus)
                 return corpus
-        source = self.lm.source(self.model, config.length)
-        needed = self.config.costs(source.vocab_size).disk
-        require_disk(self.out, needed)
+        source = self.lm.load_source(self.model, config.length)
+        require_disk(self.out, self.config.costs(source.vocab_size).disk)
 
-        def tell(_rows: int) -> None:
-            shards = len(list(folder.glob(SHARD_GLOB)))  # others' too
-            drawn = min(shards * config.shard_rows, config.sequences)
-            self.observe(Advance("sampling", drawn, config.sequences, "rows"))
+        def report(_rows: int) -> None:
+            shards = len(list(folder.glob(SHARD_GLOB)))  # those of other workers too
+            rows = min(shards * config.shard_rows, config.sequences)
+            self.observe(StageProgress("sampling", rows, config.sequences, "rows"))
 
-        corpus = sample(folder, source, config, self.prompts, tell)
+        corpus = sample(folder, source, config, self.prompts, report)
         source.close()
         return corpus
 
     def _require_same_sampling(self, corpus: Corpus) -> None:
-        wanted = manifest_settings(self.config.sampling, self.prompts)
-        wanted |= {"length": self.config.length, "model": public_name(self.model)}
+        expected = manifest_settings(self.config.sampling, self.prompts)
+        expected |= {"length": self.config.length, "model": public_name(self.model)}
         manifest = corpus.manifest
-        found = {**manifest.sampling, "length": manifest.length, "model": manifest.source_model}
-        _require_equal(corpus.folder, "drawn", found, wanted)
+        existing = {**manifest.sampling, "length": manifest.length, "model": manifest.source_model}
+        _require_equal(corpus.folder, "drawn", existing, expected)
 
-    def _start(self, corpus: Corpus, split: list[Split]) -> Path:
-        """Make the HMM that EM starts from, unless it is there; give its folder."""
+    def _build_start(self, corpus: Corpus, split: list[ShardSplit]) -> Path:
+        """Build the HMM that EM starts from, unless it exists; return its folder."""
         folder = self.work / "start"
         settings = {key: asdict(self.config)[key] for key in ("num_states", "start", "latent")}
-        latents = None
+        latent = None
         if self.config.start == "latent":
             config = self.config.latent
-            hidden = self.work / "hidden" / _digest(split, config.seed)
-            latents = Latents(corpus, split, self.config.num_states, config, hidden)
+            hidden = self.work / "hidden" / _rows_digest(split, config.seed)
+            latent = LatentStart(corpus, split, self.config.num_states, config, hidden)
 
-        def make(_number: int, _path: Path) -> None:
-            if latents is None:
-                hmm = self._random(corpus)
+        def build(_number: int, _path: Path) -> None:
+            if latent is None:
+                hmm = self._random_start(corpus)
             else:
-                hmm = latents.start(latents.cluster(self._teller("clustering", "passes")))
+                hmm = latent.build_hmm(latent.cluster(self._observer("clustering", "passes")))
             _with_facts(hmm, {"settings": settings}).save_pretrained(folder)
 
-        done = (folder / TENSOR_FILE).exists
-        if latents is not None and not done() and not latents.complete:
-            self._read(corpus, latents, done)
-        share([folder / TENSOR_FILE], make)
-        self._require_same(HMM.from_pretrained(folder), folder, settings)
-        if latents is not None:
-            latents.remove()
+        exists = (folder / TENSOR_FILE).exists
+        if latent is not None and not exists() and not latent.complete:
+            self._compute_hidden_states(corpus, latent, exists)
+        share_work([folder / TENSOR_FILE], build)
+        self._require_same_settings(HMM.from_pretrained(folder), folder, settings)
+        if latent is not None:
+            latent.remove_files()
         return folder
 
-    def _random(self, corpus: Corpus) -> HMM:
+    def _random_start(self, corpus: Corpus) -> HMM:
         eos = corpus.manifest.eos_token_id
         vocab, seed = corpus.manifest.vocab_size, self.config.seed
         hmm = HMM.random(self.config.num_states, vocab, eos_token_id=eos, seed=seed)
         config = replace(hmm.config, source_model=corpus.manifest.source_model)
         return HMM(hmm.initial, hmm.transition, hmm.emission, config)
 
-    def _read(self, corpus: Corpus, latents: Latents, done: Callable[[], bool]) -> None:
-        """Let the LM read, beside other workers, until all is read or even counted."""
-        reader = self.lm.reader(self.model)
+    def _compute_hidden_states(
+        self, corpus: Corpus, latent: LatentStart, until: Callable[[], bool]
+    ) -> None:
+        """Compute hidden states together with other workers, until the start exists."""
+        reader = self.lm.load_transformers(self.model)
         require_same_fingerprint(
             "The corpus", corpus.manifest.tokenizer_fingerprint, reader.tokenizer_fingerprint
         )
-        latents.read(reader.hidden, self._teller("reading", "files"), until=done)
+        observe = self._observer("reading", "files")
+        latent.compute_hidden_states(reader.hidden, observe, until=until)
         reader.close()
 
-    def _teller(self, stage: str, unit: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.observe(Advance(stage, done, total, unit))
+    def _observer(self, stage: str, unit: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.observe(StageProgress(stage, done, total, unit))
 
-    def _train_once(self, corpus: Corpus, split: list[Split], start: Path, group: Group) -> None:
-        """Train, or wait for whoever does; processes of torchrun train as one."""
-        while not group.agree(self.result.exists):
-            with claimed(self.result) if group.leads else nullcontext(False) as mine:
-                if group.agree(lambda mine=mine: mine):  # type: ignore[misc]
+    def _train_once(
+        self, corpus: Corpus, split: list[ShardSplit], start: Path, group: ProcessGroup
+    ) -> None:
+        """Train, or wait for the worker that does; processes of torchrun train together."""
+        while not group.run_on_leader(self.result.exists):
+            with claim_work(self.result) if group.is_leader else nullcontext(False) as claimed:
+                if group.run_on_leader(lambda claimed=claimed: claimed):  # type: ignore[misc]
                     self._train(corpus, split, start, group)
                     continue
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    def _train(self, corpus: Corpus, split: list[Split], start: Path, group: Group) -> None:
+    def _train(
+        self, corpus: Corpus, split: list[ShardSplit], start: Path, group: ProcessGroup
+    ) -> None:
         hmm = train(
-            HMM.from_pretrained(start).to(self.lm.device, self.config.em.sums),
+            HMM.from_pretrained(start).to(self.lm.device, self.config.em.accumulator_dtype),
             corpus,
             self.config.em,
             folder=self.work / "em",
-            observe=self._tell_step,
+            observe=self._observe_step,
         )
-        group.agree(lambda: self._publish(hmm, corpus.held_out(split)))  # one writes, all wait
+        group.run_on_leader(lambda: self._write_result(hmm, corpus.held_out(split)))
 
-    def _tell_step(self, progress: Progress) -> None:
+    def _observe_step(self, progress: Progress) -> None:
         note = f"{progress.log_likelihood:.4f} nats/token"
         if progress.held_out is not None:
             note += f", held-out {progress.held_out:.4f}"
-        self.observe(Advance("EM", progress.step, progress.steps, "steps", note))
+        self.observe(StageProgress("EM", progress.step, progress.steps, "steps", note))
 
-    def _publish(self, hmm: HMM, held_out: Tensor) -> None:
-        """Write what others may read: card, curve and metrics first, the HMM last."""
-        gain = memory_gain(hmm, held_out)
+    def _write_result(self, hmm: HMM, held_out: Tensor) -> None:
+        """Write metrics, card and curve, and last the HMM, which marks the result as complete."""
+        gain = context_gain(hmm, held_out)
         facts: dict[str, Any] = {"settings": asdict(self.config)}
         if gain:
             facts["memory_gain"] = {str(ahead): nats for ahead, nats in gain.items()}
-        told = _with_facts(hmm, facts)
+        hmm = _with_facts(hmm, facts)
         metrics = _io.read_lines(self.work / "em" / METRICS_FILE)
         _io.write_lines(self.out / METRICS_FILE, metrics)
-        card.write(self.out, told, metrics)
-        told.save_pretrained(self.out)
+        card.write(self.out, hmm, metrics)
+        hmm.save_pretrained(self.out)
         (self.work / "em" / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
 def _with_facts(hmm: HMM, facts: Mapping[str, Any]) -> HMM:
-    """Say in an HMM's config how it was made."""
+    """Return the HMM with further entries in its `config.distillation`."""
     config = replace(hmm.config, distillation={**hmm.config.distillation, **facts})
     return HMM(hmm.initial, hmm.transition, hmm.emission, config)
 
 
 def _require_equal(
-    folder: Path, how: str, found: Mapping[str, Any], wanted: Mapping[str, Any]
+    folder: Path, verb: str, existing: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    """Refuse a folder if any of the wanted settings is another there."""
-    differing = sorted(key for key in wanted if wanted[key] != found.get(key))
+    """Raise an error if a folder was written with other settings."""
+    differing = sorted(key for key in expected if expected[key] != existing.get(key))
     if differing:
         raise InvalidFileError(
-            f"{folder} was {how} with other settings: {', '.join(differing)} differ. Use the same, "
-            f"or another --out, or remove it: it is then {how} again."
+            f"{folder} was {verb} with other settings: {', '.join(differing)} differ. Use the same "
+            f"settings or another --out, or remove it and run again."
         )
 
 
-def _digest(split: list[Split], seed: int) -> str:
-    """Name the rows that are read: others must not be taken for them."""
-    parts = [[part.shard.path.name, part.shard.crc32, part.held_out] for part in split]
-    return sha256(json.dumps([seed, parts]).encode()).hexdigest()[:16]
+def _rows_digest(split: list[ShardSplit], seed: int) -> str:
+    """Identify the rows that hidden states are computed of, by the shards and the seed."""
+    shards = [[item.shard.path.name, item.shard.crc32, item.held_out_rows] for item in split]
+    return sha256(json.dumps([seed, shards]).encode()).hexdigest()[:16]
 
 
 def publish(out: str | os.PathLike[str], repository: str) -> str:
-    """Upload a distilled HMM with its card, curve and metrics to the hub; give its address."""
+    """Upload a distilled HMM with its card, curve and metrics to the hub.
+
+    Args:
+        out: The folder of the HMM.
+        repository: The repository on the hub, such as `"you/your-hmm"`.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        InvalidInputError: If the upload fails.
+    """
     files = (CONFIG_FILE, TENSOR_FILE, METRICS_FILE, card.CARD_FILE, card.CURVE_FILE)
     return _io.publish(Path(out), repository, files)

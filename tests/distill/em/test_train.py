@@ -1,4 +1,4 @@
-"""EM: never downhill, nearly as good in mini-batches, the same however many processes and kills."""
+"""EM: monotone, nearly as good in mini-batches, independent of processes and interruptions."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
-from foretrace.distill.em.e_step import BatchCounts, Expectation
+from foretrace.distill.em.e_step import BatchCounts, EStep
 from foretrace.distill.em.m_step import Counts
 from foretrace.distill.em.workspace import Workspace
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
@@ -41,7 +41,7 @@ def write_corpus(folder: Path, source: HMM, rows: int, length: int, shards: int 
 
 
 def concentrated(states: int, vocab: int, seed: int, eos: int | None = None) -> HMM:
-    """A source with structure to learn: peaked transitions and emissions."""
+    """Return a source with structure to learn: peaked transitions and emissions."""
     hmm = HMM.random(states, vocab, seed=seed, eos_token_id=eos)
     initial, transition, emission = (
         table**3 for table in dense_tables(hmm.to(dtype=torch.float64))
@@ -61,7 +61,7 @@ def concentrated(states: int, vocab: int, seed: int, eos: int | None = None) -> 
     eos=st.sampled_from([None, EOS]),
 )
 @settings(max_examples=40, deadline=None)
-def test_full_batch_em_never_goes_downhill(
+def test_full_batch_em_never_lowers_the_likelihood(
     seed: int, states: int, vocab: int, eos: int | None
 ) -> None:
     source = HMM.random(states, vocab, seed=seed + 1, eos_token_id=eos)
@@ -72,16 +72,16 @@ def test_full_batch_em_never_goes_downhill(
     before = -float("inf")
     for _ in range(6):
         new = BatchCounts.zeros(len(tokens), states, Workspace(counts.initial))
-        Expectation(states, 8, torch.float64, counts.initial).add(
+        EStep(states, 8, torch.float64, counts.initial).accumulate(
             counts.parameters(tokens), index, new
         )
-        found = float(new.summary[0])
-        assert found >= before - 1e-9 * abs(found)
-        before = found
+        likelihood = float(new.summary[0])
+        assert likelihood >= before - 1e-9 * abs(likelihood)
+        before = likelihood
         counts.update(tokens, new, 1.0)
 
 
-def test_mini_batches_reach_what_the_full_batch_reaches(tmp_path: Path) -> None:
+def test_mini_batches_reach_the_likelihood_of_the_full_batch(tmp_path: Path) -> None:
     source = concentrated(8, 60, seed=5)
     corpus = write_corpus(tmp_path, source, rows=6000, length=16)
     start = HMM.random(8, 60, seed=9)
@@ -96,7 +96,7 @@ def test_mini_batches_reach_what_the_full_batch_reaches(tmp_path: Path) -> None:
     assert per_token["mini"] >= per_token["source"] - 0.1
 
 
-def test_half_precision_trains_as_well(tmp_path: Path) -> None:
+def test_half_precision_reaches_the_same_likelihood(tmp_path: Path) -> None:
     source = concentrated(128, 2000, seed=3, eos=EOS)
     corpus = write_corpus(tmp_path, source, rows=8000, length=16)
     start = HMM.random(128, 2000, seed=2, eos_token_id=EOS)
@@ -111,7 +111,7 @@ def test_half_precision_trains_as_well(tmp_path: Path) -> None:
     assert abs(reached["float32"] - reached["bfloat16"]) < 0.005
 
 
-def test_it_reports_as_it_goes(tmp_path: Path) -> None:
+def test_metrics_are_observed_and_written(tmp_path: Path) -> None:
     source = concentrated(8, 60, seed=5, eos=EOS)
     corpus = write_corpus(tmp_path / "corpus", source, rows=1100, length=16)
     seen: list[Progress] = []
@@ -130,18 +130,18 @@ def test_it_reports_as_it_goes(tmp_path: Path) -> None:
     measured = [progress for progress in seen if progress.held_out is not None]
     assert len(measured) == 5
     assert measured[-1].step == 40
-    held_out, yardstick = measured[-1].held_out, measured[-1].baselines
+    held_out, baselines = measured[-1].held_out, measured[-1].baselines
     assert held_out is not None
-    assert yardstick is not None
-    assert held_out > yardstick.unigram
+    assert baselines is not None
+    assert held_out > baselines.unigram
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))
     assert lines[-1]["held_out"] == held_out
-    told = hmm.config.distillation
-    assert told["held_out_log_likelihood"] == held_out
-    assert told["unigram_log_likelihood"] == yardstick.unigram
+    facts = hmm.config.distillation
+    assert facts["held_out_log_likelihood"] == held_out
+    assert facts["unigram_log_likelihood"] == baselines.unigram
     assert hmm.config.source_model == "an HMM"
-    # the figure is the likelihood of the held-out rows under the HMM that came out
+    # the held-out log-likelihood is that of the returned HMM
     rows = corpus.held_out(corpus.split(100))
     text = (rows == EOS).cumsum(1) <= 1
     assert len(rows) == 100
@@ -162,7 +162,7 @@ def tables(folder: Path) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A corpus, and the HMM that one uninterrupted process makes of it."""
+    """Return a corpus, and the HMM that one uninterrupted process trains on it."""
     folder = tmp_path_factory.mktemp("em")
     write_corpus(folder / "corpus", concentrated(12, 80, seed=8, eos=EOS), rows=1300, length=16)
     command = [sys.executable, *run_em(folder / "corpus", folder / "one")]
@@ -181,25 +181,25 @@ def run_two_processes(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_two_processes_make_the_same_hmm(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_two_processes_train_the_same_hmm(trained: tuple[Path, Path], tmp_path: Path) -> None:
     corpus, alone = trained
     run_two_processes(run_em(corpus, tmp_path / "two"))
-    for found, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for actual, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_two_processes_in_single_precision(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    """One epoch: over many, EM itself amplifies what rounding adds in another order."""
+    """In one epoch: over many, EM amplifies differences of rounding."""
     corpus, _ = trained
     once = ["--dtype", "float32", "--epochs", "1"]
     run_two_processes(run_em(corpus, tmp_path / "two", *once))
     subprocess.run([sys.executable, *run_em(corpus, tmp_path / "one", *once)], check=True)
-    for found, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for actual, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_killed_and_resumed_is_uninterrupted(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    """Killed with -9 in mid-epoch, three times; the metrics are whole as well."""
+def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is killed with -9 within an epoch, three times; the metrics are complete as well."""
     corpus, alone = trained
     out = tmp_path / "killed"
     command = [sys.executable, *run_em(corpus, out)]
@@ -215,8 +215,8 @@ def test_killed_and_resumed_is_uninterrupted(trained: tuple[Path, Path], tmp_pat
         assert not (out / "hmm.safetensors").exists()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for found, expected in zip(tables(out), tables(alone), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for actual, expected in zip(tables(out), tables(alone), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) == 6 * 19
@@ -235,7 +235,7 @@ def test_a_finished_run_is_not_run_again(trained: tuple[Path, Path], tmp_path: P
     assert again.config == first.config
 
 
-def test_other_settings_do_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_other_settings_do_not_resume_from_a_checkpoint(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
     config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
     train(start, corpus, config, folder=tmp_path / "run")
@@ -260,12 +260,12 @@ def test_a_checkpoint_belongs_to_its_start_and_its_corpus(tmp_path: Path) -> Non
         train(start, other, config, folder=tmp_path / "run")
 
 
-def test_damage_to_a_run_is_found(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
     config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
     train(start, corpus, config, folder=tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes() + b"\0\0\0\n")  # the machine went down
+    metrics.write_bytes(metrics.read_bytes() + b"\0\0\0\n")  # as a power failure may leave it
     train(start, corpus, config, folder=tmp_path / "run")
     assert metrics.read_text().count("\n") == 8
     checkpoint = tmp_path / "run" / "checkpoint.safetensors"
@@ -282,8 +282,8 @@ def test_mini_batches_need_a_pseudocount(tmp_path: Path) -> None:
         train(HMM.random(4, 20), corpus, EMConfig(batch_size=50, held_out=20, pseudocount=0.0))
 
 
-def test_the_start_is_let_go(tmp_path: Path) -> None:
-    """Its tables are as large as the counts: both at once would double the memory."""
+def test_the_start_is_freed(tmp_path: Path) -> None:
+    """Its tables are as large as the counts: both together would double the memory."""
     corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
     alive: list[weakref.ref[HMM]] = []
 
@@ -298,7 +298,7 @@ def test_the_start_is_let_go(tmp_path: Path) -> None:
     assert seen == [True, True]
 
 
-def test_an_hmm_and_a_corpus_must_belong_together(tmp_path: Path) -> None:
+def test_the_hmm_must_fit_the_corpus(tmp_path: Path) -> None:
     manifest = Manifest(length=6, vocab_size=20, eos_token_id=3, tokenizer_fingerprint="x")
     corpus = Corpus.create(tmp_path, manifest)
     corpus.append(torch.zeros(50, 6, dtype=torch.long))
@@ -329,6 +329,6 @@ def test_an_hmm_and_a_corpus_must_belong_together(tmp_path: Path) -> None:
         {"dtype": "int8"},
     ],
 )
-def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         EMConfig(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Full-batch EM is hmmlearn's, iteration by iteration."""
+"""Full-batch EM equals hmmlearn's, iteration by iteration."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The corpus: atomic to append to, exact to read, the same order for everybody."""
+"""The corpus: atomic appends, exact reads, the same order in every process."""
 
 import gc
 import json
@@ -25,19 +25,19 @@ MANIFEST = Manifest(
 
 
 def numbered(first: int, count: int) -> torch.Tensor:
-    """Rows that can be told apart: row r holds r, r + 1, r + 2, r + 3."""
+    """Return distinct rows: row r holds r, r + 1, r + 2, r + 3."""
     return torch.arange(first, first + count)[:, None] + torch.arange(4)
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    made = Corpus.create(tmp_path / "corpus", MANIFEST)
+    corpus = Corpus.create(tmp_path / "corpus", MANIFEST)
     for first, count in ((1, 50), (51, 30), (81, 41)):
-        made.append(numbered(first, count))
-    return made
+        corpus.append(numbered(first, count))
+    return corpus
 
 
-def test_what_goes_in_comes_out(corpus: Corpus) -> None:
+def test_rows_survive_a_round_trip(corpus: Corpus) -> None:
     again = Corpus(corpus.folder)
     assert again.manifest == MANIFEST
     assert [shard.rows for shard in again.shards()] == [50, 30, 41]
@@ -45,22 +45,22 @@ def test_what_goes_in_comes_out(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, torch.uint16), (65537, torch.uint32)])
-def test_ids_are_stored_as_narrow_as_they_fit(
+def test_ids_are_stored_in_the_narrowest_dtype(
     vocab: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    made = Corpus.create(tmp_path, Manifest(length=2, vocab_size=vocab))
-    made.append(torch.tensor([[0, vocab - 1]]))
-    (shard,) = made.shards()
-    assert made.read(shard).dtype == dtype
-    assert made.read(shard).long().tolist() == [[0, vocab - 1]]
+    corpus = Corpus.create(tmp_path, Manifest(length=2, vocab_size=vocab))
+    corpus.append(torch.tensor([[0, vocab - 1]]))
+    (shard,) = corpus.shards()
+    assert corpus.read(shard).dtype == dtype
+    assert corpus.read(shard).long().tolist() == [[0, vocab - 1]]
 
 
-def test_an_epoch_is_every_training_row_once(corpus: Corpus) -> None:
+def test_an_epoch_has_every_training_row_once(corpus: Corpus) -> None:
     split = corpus.split(held_out=12)
     held_out = corpus.held_out(split)
     assert len(held_out) == 12
     batches = list(corpus.batches(split, 16, seed=1, epoch=0))
-    assert sorted(len(batch) for batch in batches) == [15] * 3 + [16] * 4  # as equal as can be
+    assert sorted(len(batch) for batch in batches) == [15] * 3 + [16] * 4  # nearly equal
     rows = torch.cat([*batches, held_out])
     assert sorted(rows[:, 0].tolist()) == list(range(1, 122))
     assert torch.equal(rows[:, 3], rows[:, 0] + 3)
@@ -80,32 +80,32 @@ def test_order_depends_on_seed_and_epoch_alone(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize(("rows", "held_out"), [((20,) * 300, 10), ((20,) * 300, 301)])
-def test_exactly_as_many_are_held_out_as_asked(
+def test_the_number_of_held_out_rows_is_exact(
     rows: tuple[int, ...], held_out: int, tmp_path: Path
 ) -> None:
-    made = Corpus.create(tmp_path, MANIFEST)
+    corpus = Corpus.create(tmp_path, MANIFEST)
     for first, count in enumerate(rows[:30]):
-        made.append(numbered(first + 1, count))
-    split = made.split(held_out)
-    assert sum(part.held_out for part in split) == held_out
-    assert len(made.held_out(split)) == held_out
+        corpus.append(numbered(first + 1, count))
+    split = corpus.split(held_out)
+    assert sum(item.held_out_rows for item in split) == held_out
+    assert len(corpus.held_out(split)) == held_out
 
 
-def test_whole_shards_can_be_held_out(tmp_path: Path) -> None:
-    made = Corpus.create(tmp_path, MANIFEST)
+def test_entire_shards_can_be_held_out(tmp_path: Path) -> None:
+    corpus = Corpus.create(tmp_path, MANIFEST)
     for first in range(1, 31):
-        made.append(numbered(first, 1))
-    split = made.split(10)
-    assert len(made.held_out(split)) == 10
-    assert sum(len(batch) for batch in made.batches(split, 7, seed=0, epoch=0)) == 20
+        corpus.append(numbered(first, 1))
+    split = corpus.split(10)
+    assert len(corpus.held_out(split)) == 10
+    assert sum(len(batch) for batch in corpus.batches(split, 7, seed=0, epoch=0)) == 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_processes_share_every_batch(corpus: Corpus, size: int) -> None:
     split = corpus.split(held_out=11)
-    whole = corpus.batches(split, 16, seed=1, epoch=4)
+    batches = corpus.batches(split, 16, seed=1, epoch=4)
     parts = [corpus.batches(split, 16, seed=1, epoch=4, part=(rank, size)) for rank in range(size)]
-    for batch, *shares in zip(whole, *parts, strict=True):
+    for batch, *shares in zip(batches, *parts, strict=True):
         for rank, share in enumerate(shares):
             assert torch.equal(share, batch[rank::size])
 
@@ -113,16 +113,16 @@ def test_processes_share_every_batch(corpus: Corpus, size: int) -> None:
 @pytest.mark.parametrize("start", range(9))
 def test_reading_resumes_at_any_batch(corpus: Corpus, start: int) -> None:
     split = corpus.split(held_out=0)
-    whole = list(corpus.batches(split, 16, seed=3, epoch=2))
+    batches = list(corpus.batches(split, 16, seed=3, epoch=2))
     rest = list(corpus.batches(split, 16, seed=3, epoch=2, start=start))
-    assert len(rest) == len(whole) - start
-    assert all(torch.equal(*pair) for pair in zip(rest, whole[start:], strict=True))
+    assert len(rest) == len(batches) - start
+    assert all(torch.equal(*pair) for pair in zip(rest, batches[start:], strict=True))
 
 
 def test_reading_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Corpus.create(tmp_path, MANIFEST)
+    corpus = Corpus.create(tmp_path, MANIFEST)
     for first in range(1, 401, 20):
-        made.append(numbered(first, 20))
+        corpus.append(numbered(first, 20))
     alive: list[weakref.ref[torch.Tensor]] = []
     read = Corpus.read
 
@@ -132,7 +132,7 @@ def test_reading_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         return tokens
 
     monkeypatch.setattr(Corpus, "read", watched)
-    for _ in made.batches(made.split(held_out=0), 7, seed=0, epoch=0):
+    for _ in corpus.batches(corpus.split(held_out=0), 7, seed=0, epoch=0):
         gc.collect()
         assert sum(reference() is not None for reference in alive) <= 1
     assert len(alive) == 20
@@ -147,23 +147,23 @@ for turn in range(10):
 """
 
 
-def test_processes_append_side_by_side(tmp_path: Path) -> None:
-    made = Corpus.create(tmp_path, MANIFEST)
+def test_processes_append_concurrently(tmp_path: Path) -> None:
+    corpus = Corpus.create(tmp_path, MANIFEST)
     commands = [[sys.executable, "-c", APPEND_TEN, str(tmp_path), str(10 * n)] for n in range(4)]
     workers = [subprocess.Popen(command) for command in commands]
     assert [worker.wait() for worker in workers] == [0] * 4
-    found = [int(made.read(shard)[0, 0]) for shard in made.shards()]
-    assert sorted(found) == list(range(1, 41))
+    first_tokens = [int(corpus.read(shard)[0, 0]) for shard in corpus.shards()]
+    assert sorted(first_tokens) == list(range(1, 41))
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_shard_that_is_there_stays(corpus: Corpus) -> None:
+def test_an_existing_shard_is_not_overwritten(corpus: Corpus) -> None:
     path = corpus.shards()[0].path
     assert not corpus.write_shard(path, numbered(500, 2))
     assert torch.equal(corpus.read(corpus.shards()[0]).long(), numbered(1, 50))
 
 
-def test_damage_is_found_and_named(corpus: Corpus) -> None:
+def test_a_damaged_shard_is_refused(corpus: Corpus) -> None:
     path = corpus.shards()[1].path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -175,7 +175,7 @@ def test_damage_is_found_and_named(corpus: Corpus) -> None:
         corpus.shards()
 
 
-def test_another_kind_of_corpus_is_not_mixed_in(corpus: Corpus) -> None:
+def test_another_manifest_is_refused(corpus: Corpus) -> None:
     assert Corpus.create(corpus.folder, MANIFEST).manifest == MANIFEST
     other = Manifest(length=8, vocab_size=1000, eos_token_id=0)
     with pytest.raises(InvalidFileError, match=r"length.*differ"):
@@ -183,7 +183,7 @@ def test_another_kind_of_corpus_is_not_mixed_in(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "complaint"),
+    ("tokens", "message"),
     [
         (torch.zeros(3, 5, dtype=torch.long), r"\(rows, 4\)"),
         (torch.zeros(0, 4, dtype=torch.long), r"\(rows, 4\)"),
@@ -192,31 +192,29 @@ def test_another_kind_of_corpus_is_not_mixed_in(corpus: Corpus) -> None:
         (torch.tensor([[0, 5, 6, 7]]), "go on after end of text"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(
-    corpus: Corpus, tokens: torch.Tensor, complaint: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=complaint):
+def test_invalid_rows_are_refused(corpus: Corpus, tokens: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
         corpus.append(tokens)
 
 
-def test_more_cannot_be_held_out_than_there_is(corpus: Corpus) -> None:
+def test_holding_out_all_rows_is_refused(corpus: Corpus) -> None:
     with pytest.raises(InvalidInputError, match="which has 121"):
         corpus.split(held_out=121)
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [({"format_version": 9}, "format version"), ({"format_version": 1}, "cannot be read")],
 )
-def test_a_manifest_that_cannot_be_read(
-    content: dict[str, int], complaint: str, tmp_path: Path
+def test_an_unreadable_manifest_is_refused(
+    content: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "corpus.json").write_text(json.dumps(content))
-    with pytest.raises(InvalidFileError, match=complaint):
+    with pytest.raises(InvalidFileError, match=message):
         Corpus(tmp_path)
 
 
-def test_a_senseless_manifest_is_refused() -> None:
+def test_an_invalid_manifest_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="vocabulary ends at 4"):
         Manifest(length=4, vocab_size=5, eos_token_id=9)
     with pytest.raises(InvalidInputError, match="at least 1 token"):

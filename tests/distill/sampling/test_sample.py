@@ -1,4 +1,4 @@
-"""Sampling: the LM's own distribution, each shard once, whoever draws it and whoever dies."""
+"""Sampling: the LM's distribution, and each shard exactly once with several workers."""
 
 import subprocess
 import sys
@@ -23,21 +23,21 @@ def source(tiny_lm: Path) -> TransformersSource:
     return TransformersSource.load(str(tiny_lm))
 
 
-def test_first_tokens_follow_the_lm(source: TransformersSource) -> None:
-    """No top-k, no top-p, no temperature: a chi-square test over the whole vocabulary."""
+def test_first_tokens_follow_the_distribution_of_the_lm(source: TransformersSource) -> None:
+    """No top-k, top-p or temperature applies: a chi-square test over the vocabulary."""
     with torch.no_grad():
         logits = source.model(torch.tensor([[0]])).logits[0, -1]
     expected = torch.softmax(logits.double(), -1)
     drawn = source.draw([[]] * 6000, 2, seed=0)[:, 0]
     observed = torch.bincount(drawn, minlength=source.vocab_size)
     assert chisquare(observed, expected / expected.sum() * 6000).pvalue > 1e-3
-    assert (observed > 0).sum() > 50  # transformers' default would have stopped at 50
+    assert (observed > 0).sum() > 50  # transformers' default keeps 50
 
 
-def test_a_prefix_conditions_what_follows_whatever_its_neighbours(
+def test_a_prefix_conditions_its_row_alone(
     source: TransformersSource,
 ) -> None:
-    """Rows of other lengths in the batch change nothing: padding is masked."""
+    """Rows of other lengths in the batch have no effect: padding is masked."""
     prefix = [5, 9, 11]
     with torch.no_grad():
         logits = source.model(torch.tensor([[0, *prefix]])).logits[0, -1]
@@ -49,19 +49,19 @@ def test_a_prefix_conditions_what_follows_whatever_its_neighbours(
     assert chisquare(observed, expected / expected.sum() * 3000).pvalue > 1e-3
 
 
-def test_after_the_end_comes_nothing_but_the_end(source: TransformersSource) -> None:
+def test_rows_are_padded_after_the_end_of_text(source: TransformersSource) -> None:
     rows = source.draw([[]] * 2000, 20, seed=2)
     ended = (rows == 0).cumsum(1) > 0
     assert ended[:, -1].any()
     assert (rows[ended] == 0).all()
 
 
-def test_a_corpus_is_as_ordered(source: TransformersSource, tmp_path: Path) -> None:
+def test_a_corpus_follows_its_settings(source: TransformersSource, tmp_path: Path) -> None:
     config = SamplingConfig(sequences=250, length=8, shard_rows=100, prompted=0.4)
-    told: list[int] = []
-    corpus = sample(tmp_path, source, config, ["w5 w6 w7", "w9 " * 30], told.append)
+    observed: list[int] = []
+    corpus = sample(tmp_path, source, config, ["w5 w6 w7", "w9 " * 30], observed.append)
     assert [shard.rows for shard in corpus.shards()] == [100, 100, 50]
-    assert told == [100, 100, 50]
+    assert observed == [100, 100, 50]
     rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
     short = (rows[:, :3] == torch.tensor(source.encode(["w5 w6 w7"])[0])).all(1)
     long = (rows[:, :4] == source.encode(["w9"])[0][0]).all(1)  # cut at half a row
@@ -73,27 +73,27 @@ def test_a_corpus_is_as_ordered(source: TransformersSource, tmp_path: Path) -> N
     assert manifest.sampling["top_k"] == 0
 
 
-def test_what_is_drawn_is_not_drawn_again(source: TransformersSource, tmp_path: Path) -> None:
+def test_existing_shards_are_not_sampled_again(source: TransformersSource, tmp_path: Path) -> None:
     config = SamplingConfig(sequences=120, length=6, shard_rows=40)
     corpus = sample(tmp_path, source, config)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     corpus.shards()[1].path.unlink()
-    told: list[int] = []
-    sample(tmp_path, source, config, observe=told.append)
-    assert told == [40]
-    for path, when in written.items():
+    observed: list[int] = []
+    sample(tmp_path, source, config, observe=observed.append)
+    assert observed == [40]
+    for path, modified in written.items():
         if path.name != "shard-000001.safetensors":
-            assert path.stat().st_mtime_ns == when
+            assert path.stat().st_mtime_ns == modified
 
 
-def test_shards_are_the_same_whoever_draws_them(source: TransformersSource, tmp_path: Path) -> None:
+def test_shards_depend_on_the_seed_alone(source: TransformersSource, tmp_path: Path) -> None:
     config = SamplingConfig(sequences=80, length=6, shard_rows=40)
     once, again = (sample(tmp_path / name, source, config) for name in ("once", "again"))
     for left, right in zip(once.shards(), again.shards(), strict=True):
         assert torch.equal(once.read(left), again.read(right))
 
 
-def test_other_settings_are_not_mixed_in(source: TransformersSource, tmp_path: Path) -> None:
+def test_other_settings_are_refused(source: TransformersSource, tmp_path: Path) -> None:
     sample(tmp_path, source, SamplingConfig(sequences=10, length=6, shard_rows=10))
     with pytest.raises(InvalidFileError, match="length differ"):
         sample(tmp_path, source, SamplingConfig(sequences=10, length=7, shard_rows=10))
@@ -111,8 +111,8 @@ sample(Path(sys.argv[2]), source, SamplingConfig(sequences=960, length=16, shard
 """
 
 
-def test_two_workers_one_killed(tiny_lm: Path, tmp_path: Path) -> None:
-    """No shard lost, none doubled, no scrap left, whatever the killed one was at."""
+def test_one_of_two_workers_is_killed(tiny_lm: Path, tmp_path: Path) -> None:
+    """No shard is lost or sampled twice, and no temporary file is left."""
     command = [sys.executable, "-c", WORKER, str(tiny_lm), str(tmp_path)]
     doomed, survivor = (subprocess.Popen(command) for _ in range(2))
     deadline = time.monotonic() + 120
@@ -122,18 +122,18 @@ def test_two_workers_one_killed(tiny_lm: Path, tmp_path: Path) -> None:
     doomed.kill()
     doomed.wait()
     assert survivor.wait() == 0
-    subprocess.run(command, check=True)  # the same command again: it finishes what is left
+    subprocess.run(command, check=True)  # the same command again completes the corpus
     corpus = Corpus(tmp_path)
     assert [shard.rows for shard in corpus.shards()] == [48] * 20
     rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
-    assert len(torch.unique(rows, dim=0)) > 0.9 * len(rows)  # drawn, not copied
+    assert len(torch.unique(rows, dim=0)) > 0.9 * len(rows)  # sampled, not copied
     assert not list(tmp_path.glob(".*.claim"))
 
 
-def test_a_batch_too_large_halves_itself(
+def test_a_batch_halves_when_memory_runs_out(
     source: TransformersSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that runs out of memory cannot be had here: the error is raised in its stead."""
+    """The error of a GPU that runs out of memory is simulated."""
     generate = TransformersSource._continue
 
     def out_of_memory_above_16(
@@ -152,12 +152,12 @@ def test_a_batch_too_large_halves_itself(
         source._shrink(MemoryError())
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
         TransformersSource.load(str(tmp_path / "nowhere"))
 
 
-def test_an_end_of_text_that_is_not_there(tiny_lm: Path) -> None:
+def test_a_missing_end_of_text_token(tiny_lm: Path) -> None:
     with pytest.raises(InvalidInputError, match="no token 'w99'"):
         TransformersSource.load(str(tiny_lm), end_of_text_token="w99")
 
@@ -165,6 +165,6 @@ def test_an_end_of_text_that_is_not_there(tiny_lm: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"sequences": 0}, {"length": 1}, {"shard_rows": 0}, {"prompted": 1.5}]
 )
-def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError):
         SamplingConfig(**wrong)  # type: ignore[arg-type]

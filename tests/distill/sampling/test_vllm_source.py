@@ -1,4 +1,4 @@
-"""Drawing through vLLM: the LM's own distribution, and each shard's own stream."""
+"""Sampling with vLLM: the LM's distribution, and an independent stream for each shard."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from foretrace.distill.run import distill
 from foretrace.distill.sampling.transformers_source import TransformersSource
 from foretrace.distill.sampling.vllm_source import VLLMSource
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM emits many
 
 OPTIONS = {"max_model_len": 32, "max_num_seqs": 512, "enforce_eager": True}
 
@@ -28,32 +28,32 @@ def source(smollm2: Path) -> Iterator[VLLMSource]:
     loaded.close()
 
 
-def test_first_tokens_follow_the_lm(source: VLLMSource, smollm2: Path) -> None:
-    """Against the distribution that transformers gives: no top-k, top-p or penalty crept in.
+def test_first_tokens_follow_the_distribution_of_the_lm(source: VLLMSource, smollm2: Path) -> None:
+    """They follow the distribution of transformers: no top-k, top-p or penalty applies.
 
-    In float32: in bfloat16 the two engines round differently, and their distributions differ.
+    In bfloat16 the two engines round differently, so this runs in float32.
     """
     lm = TransformersSource.load(str(smollm2), end_of_text_token="<|endoftext|>", dtype="float32")
     with torch.inference_mode():
         expected = torch.softmax(lm.model(torch.tensor([[0]])).logits[0, -1].double(), -1)
     drawn = source.draw([[]] * 3000, 2, seed=0)[:, 0]
     observed = torch.bincount(drawn, minlength=len(expected)).double()
-    often = expected * 3000 >= 8
-    assert (observed[~often].sum() / 3000 - expected[~often].sum()).abs() < 0.04
-    found = torch.cat([observed[often], observed[~often].sum()[None]])
-    wanted = torch.cat([expected[often], expected[~often].sum()[None]]) * 3000
-    assert chisquare(found, wanted / wanted.sum() * 3000).pvalue > 1e-4
+    frequent = expected * 3000 >= 8
+    assert (observed[~frequent].sum() / 3000 - expected[~frequent].sum()).abs() < 0.04
+    counts = torch.cat([observed[frequent], observed[~frequent].sum()[None]])
+    wanted = torch.cat([expected[frequent], expected[~frequent].sum()[None]]) * 3000
+    assert chisquare(counts, wanted / wanted.sum() * 3000).pvalue > 1e-4
 
 
-def test_seeds_decide(source: VLLMSource) -> None:
-    """A shard is the same whoever draws it, and no two shards or rows are."""
+def test_rows_depend_on_the_seed(source: VLLMSource) -> None:
+    """A seed gives the same rows again; rows and seeds differ from one another."""
     once, again, other = (source.draw([[]] * 64, 10, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(once, again)
     assert not (once[:, None] == other[None]).all(-1).any()
     assert len(torch.unique(once, dim=0)) == 64
 
 
-def test_prefixes_are_kept_and_ends_are_ends(source: VLLMSource) -> None:
+def test_prefixes_are_kept_and_rows_are_padded(source: VLLMSource) -> None:
     prefix = source.encode(["The capital of France is"])[0]
     rows = source.draw([prefix, []] * 100, 24, seed=1)
     assert (rows[::2, : len(prefix)] == torch.tensor(prefix)).all()
@@ -61,7 +61,7 @@ def test_prefixes_are_kept_and_ends_are_ends(source: VLLMSource) -> None:
     assert (rows[ended] == 0).all()
 
 
-def test_the_whole_way_with_vllm(smollm2: Path, tmp_path: Path) -> None:
+def test_distillation_with_vllm(smollm2: Path, tmp_path: Path) -> None:
     config = DistillConfig(
         num_states=16,
         sequences=256,

@@ -1,4 +1,4 @@
-"""Claims: one worker at a time, and none that a dead worker holds."""
+"""Claims: one worker at a time, and claims of dead workers are taken over."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretrace.distill.sampling import work_claims
-from foretrace.distill.sampling.work_claims import claimed, share
+from foretrace.distill.sampling.work_claims import claim_work, share_work
 
 
 def claim_of(path: Path) -> Path:
@@ -18,82 +18,82 @@ def claim_of(path: Path) -> Path:
 
 def test_one_worker_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "work"
-    with claimed(path) as mine, claimed(path) as other:
-        assert mine
+    with claim_work(path) as claimed, claim_work(path) as other:
+        assert claimed
         assert not other
         assert claim_of(path).exists()
     assert not claim_of(path).exists()
-    with claimed(path) as again:
+    with claim_work(path) as again:
         assert again
 
 
-def test_what_is_done_is_not_claimed(tmp_path: Path) -> None:
+def test_finished_work_is_not_claimed(tmp_path: Path) -> None:
     path = tmp_path / "work"
     path.touch()
-    with claimed(path) as mine:
-        assert not mine
+    with claim_work(path) as claimed:
+        assert not claimed
 
 
-def test_a_failure_frees_the_claim(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="midway"), claimed(tmp_path / "work"):
+def test_an_error_releases_the_claim(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="midway"), claim_work(tmp_path / "work"):
         raise RuntimeError("midway")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dead_process_leaves_nothing_behind_that_counts(tmp_path: Path) -> None:
+def test_the_claim_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "work"
     script = """
 import os, sys
 from pathlib import Path
-from foretrace.distill.sampling.work_claims import claimed, share
-with claimed(Path(sys.argv[1])) as mine:
-    assert mine
+from foretrace.distill.sampling.work_claims import claim_work, share_work
+with claim_work(Path(sys.argv[1])) as claimed:
+    assert claimed
     os.kill(os.getpid(), 9)
 """
     died = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
     assert died.returncode == -9
     assert claim_of(path).exists()
-    with claimed(path) as mine:
-        assert mine
+    with claim_work(path) as claimed:
+        assert claimed
 
 
-def test_a_silent_worker_elsewhere_is_given_up(tmp_path: Path) -> None:
+def test_a_stale_claim_of_another_machine_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "work"
     claim_of(path).write_text('{"host": "another-machine", "process": 1}')
-    with claimed(path) as mine:
-        assert not mine  # touched just now: believed
-    long_ago = claim_of(path).stat().st_mtime - work_claims.STALE_SECONDS - 1
-    os.utime(claim_of(path), (long_ago, long_ago))
-    with claimed(path) as mine:
-        assert mine
+    with claim_work(path) as claimed:
+        assert not claimed  # touched just now
+    stale = claim_of(path).stat().st_mtime - work_claims.STALE_SECONDS - 1
+    os.utime(claim_of(path), (stale, stale))
+    with claim_work(path) as claimed:
+        assert claimed
 
 
-def test_a_claim_that_was_taken_over_is_left_alone(tmp_path: Path) -> None:
-    """A worker that was given up, and comes back, does not free what is another's."""
+def test_a_claim_that_was_taken_over_is_not_released(tmp_path: Path) -> None:
+    """A worker that resumes after others took over does not release their claim."""
     path = tmp_path / "work"
-    with claimed(path) as mine:
-        assert mine
+    with claim_work(path) as claimed:
+        assert claimed
         claim_of(path).write_text('{"name": "other", "host": "another-machine", "process": 1}')
     assert claim_of(path).exists()
 
 
-def test_a_takeover_removes_what_was_half_written(tmp_path: Path) -> None:
+def test_a_takeover_removes_partial_files(tmp_path: Path) -> None:
     path = tmp_path / "work"
     claim_of(path).write_text('{"host": "another-machine", "process": 1}')
     os.utime(claim_of(path), (1.0, 1.0))
     (tmp_path / ".work.0123.partial").touch()
     (tmp_path / ".other.0123.partial").touch()
-    with claimed(path) as mine:
-        assert mine
+    with claim_work(path) as claimed:
+        assert claimed
         assert not (tmp_path / ".work.0123.partial").exists()
         assert (tmp_path / ".other.0123.partial").exists()
 
 
-def test_sharing_waits_for_others_and_stops_when_told(tmp_path: Path) -> None:
+def test_sharing_waits_for_others_and_stops_early(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "abc"]
-    with claimed(paths[0]) as mine:
-        assert mine
-        share(paths, lambda number, path: path.touch(), until=paths[2].exists)
+    with claim_work(paths[0]) as claimed:
+        assert claimed
+        share_work(paths, lambda number, path: path.touch(), until=paths[2].exists)
     assert not paths[0].exists()
     assert paths[2].exists()
     made: list[int] = []
@@ -102,17 +102,17 @@ def test_sharing_waits_for_others_and_stops_when_told(tmp_path: Path) -> None:
         made.append(number)
         path.touch()
 
-    share(paths, make)
+    share_work(paths, make)
     assert made == [0]
 
 
-def test_a_living_worker_keeps_its_claim_fresh(
+def test_a_worker_touches_its_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(work_claims, "HEARTBEAT_SECONDS", 0.01)
     path = tmp_path / "work"
-    with claimed(path) as mine:
-        assert mine
+    with claim_work(path) as claimed:
+        assert claimed
         os.utime(claim_of(path), (1.0, 1.0))
         for _ in range(500):
             if claim_of(path).stat().st_mtime > 1.0:

@@ -1,4 +1,4 @@
-"""Latent variable distillation: states that hidden states tell apart become the HMM's states."""
+"""Latent variable distillation: clusters of hidden states become the states of the HMM."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretrace.distill.em.ngram import real_tokens
-from foretrace.distill.sampling.corpus import Corpus, Manifest, Split
+from foretrace.distill.em.ngram import text_mask
+from foretrace.distill.sampling.corpus import Corpus, Manifest, ShardSplit
 from foretrace.distill.start.basis import Basis
-from foretrace.distill.start.latent import FILE_ROWS, LatentConfig, Latents, vectors
+from foretrace.distill.start.latent import FILE_ROWS, LatentConfig, LatentStart, feature_vectors
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 
@@ -20,7 +20,7 @@ ROWS, LENGTH, VOCAB = 1500, 12, 30
 
 @pytest.fixture(scope="module")
 def truth() -> HMM:
-    """Four states that speak different words, and the end of text."""
+    """Return an HMM of four states with different words, and the end of text."""
     hmm = HMM.random(5, VOCAB, eos_token_id=0, seed=2)
     sharp = torch.stack([row.exp() for row in 4 * torch.randn(4, 5, generator=_random(1))])
     transition = torch.cat([sharp / sharp.sum(1, keepdim=True), torch.eye(5)[-1:]])
@@ -38,87 +38,87 @@ def _random(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def drawn(truth: HMM, tmp_path: Path) -> tuple[Corpus, dict[tuple[int, ...], Tensor]]:
-    """A corpus of the true HMM, and the states behind each row."""
+    """Return a corpus of the true HMM, and the states of each row."""
     corpus = Corpus.create(tmp_path / "corpus", Manifest(LENGTH, VOCAB, eos_token_id=0))
     sampled = inference.sample(truth, ROWS, LENGTH, _random(0))
-    for part in torch.split(sampled.tokens, 500):
-        corpus.append(part)
-    behind = zip(sampled.tokens.tolist(), sampled.states, strict=True)
-    return corpus, {tuple(tokens): states for tokens, states in behind}
+    for rows in torch.split(sampled.tokens, 500):
+        corpus.append(rows)
+    pairs = zip(sampled.tokens.tolist(), sampled.states, strict=True)
+    return corpus, {tuple(tokens): states for tokens, states in pairs}
 
 
-class ReaderThatKnowsTheStates:
-    """Stands for an LM whose hidden states are the true states, a direction each."""
+class TrueStates:
+    """Replaces an LM by one whose hidden states are the true states, one axis each."""
 
     def __init__(self, states: dict[tuple[int, ...], Tensor]) -> None:
         self.states, self.rows_read = states, 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         self.rows_read += len(rows)
-        found = torch.stack([self.states[tuple(row)] for row in rows.tolist()])
-        return torch.eye(5)[torch.cat([found, found[:, -1:]], 1)]
+        states = torch.stack([self.states[tuple(row)] for row in rows.tolist()])
+        return torch.eye(5)[torch.cat([states, states[:, -1:]], 1)]
 
 
-def latents(corpus: Corpus, folder: Path, states: int, **settings: float) -> Latents:
-    return Latents(corpus, corpus.split(300), states, LatentConfig(**settings), folder)  # type: ignore[arg-type]
+def latent_start(corpus: Corpus, folder: Path, states: int, **settings: float) -> LatentStart:
+    return LatentStart(corpus, corpus.split(300), states, LatentConfig(**settings), folder)  # type: ignore[arg-type]
 
 
-def nats(hmm: HMM, rows: Tensor) -> float:
-    return float(hmm.log_likelihood(rows).sum() / real_tokens(rows, 0).sum())
+def nats_per_token(hmm: HMM, rows: Tensor) -> float:
+    return float(hmm.log_likelihood(rows).sum() / text_mask(rows, 0).sum())
 
 
-def test_states_that_the_reader_tells_are_found(
+def test_the_true_states_are_recovered(
     truth: HMM, drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
 ) -> None:
-    """Up to 5 x 4 pairs of states; the start is close to the truth before any EM."""
+    """There are up to 5 x 4 pairs of states; the start is close to the truth before EM."""
     corpus, states = drawn
-    found = latents(corpus, tmp_path, 21, places_per_state=10_000, iterations=20)
-    found.read(ReaderThatKnowsTheStates(states))
-    hmm = found.start(found.cluster())
+    start = latent_start(corpus, tmp_path, 21, places_per_state=10_000, iterations=20)
+    start.compute_hidden_states(TrueStates(states))
+    hmm = start.build_hmm(start.cluster())
     held_out = corpus.held_out(corpus.split(300))
     unigram = HMM(torch.ones(1), torch.ones(1, 1), _unigram(corpus))
-    assert nats(hmm, held_out) > nats(truth, held_out) - 0.15
-    assert nats(hmm, held_out) > nats(unigram, held_out) + 0.3
+    assert nats_per_token(hmm, held_out) > nats_per_token(truth, held_out) - 0.15
+    assert nats_per_token(hmm, held_out) > nats_per_token(unigram, held_out) + 0.3
     assert hmm.config.eos_token_ids == (0,)
     assert hmm.emission.rows(torch.tensor([0]))[0].tolist() == [0.0] * 20 + [1.0]
 
 
 def _unigram(corpus: Corpus) -> Tensor:
     rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
-    counts = torch.bincount(rows[real_tokens(rows, 0)], minlength=VOCAB).float()[:, None]
+    counts = torch.bincount(rows[text_mask(rows, 0)], minlength=VOCAB).float()[:, None]
     return counts / counts.sum()
 
 
-def test_rows_come_from_all_shards_and_only_once(
+def test_rows_come_from_all_shards_without_repetition(
     drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
 ) -> None:
     corpus, states = drawn
-    found = latents(corpus, tmp_path, 6, places_per_state=900)  # 450 rows of 1,200
-    reader = ReaderThatKnowsTheStates(states)
-    found.read(reader)
-    read = torch.cat([block.tokens for block in found.blocks()])
+    start = latent_start(corpus, tmp_path, 6, places_per_state=900)  # 450 rows of 1,200
+    reader = TrueStates(states)
+    start.compute_hidden_states(reader)
+    read = torch.cat([block.tokens for block in start.blocks()])
     assert 450 <= len(read) <= 450 + FILE_ROWS
-    assert {number for number, _ in found.pieces} == {0, 1, 2}
-    everything = latents(corpus, tmp_path / "all", 6, places_per_state=10**6)
-    reader = ReaderThatKnowsTheStates(states)
-    everything.read(reader)
-    assert reader.rows_read == 1200 + FILE_ROWS  # one file twice: first for the axes
-    read = torch.cat([block.tokens for block in everything.blocks()])
+    assert {number for number, _ in start.pieces} == {0, 1, 2}
+    complete = latent_start(corpus, tmp_path / "all", 6, places_per_state=10**6)
+    reader = TrueStates(states)
+    complete.compute_hidden_states(reader)
+    assert reader.rows_read == 1200 + FILE_ROWS  # one file twice: first for the basis
+    read = torch.cat([block.tokens for block in complete.blocks()])
     trained = torch.cat(list(corpus.batches(corpus.split(300), 100, seed=0, epoch=0)))
     assert sorted(read.tolist()) == sorted(trained.tolist())
 
 
-def test_work_that_is_done_is_not_done_again(
+def test_existing_files_are_reused(
     drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
 ) -> None:
     corpus, states = drawn
-    once = latents(corpus, tmp_path / "once", 6, iterations=5)
-    once.read(ReaderThatKnowsTheStates(states))
+    once = latent_start(corpus, tmp_path / "once", 6, iterations=5)
+    once.compute_hidden_states(TrueStates(states))
     expected = once.cluster()
 
-    broken = latents(corpus, tmp_path / "twice", 6, iterations=5)
-    reader = ReaderThatKnowsTheStates(states)
-    broken.read(reader)
+    broken = latent_start(corpus, tmp_path / "twice", 6, iterations=5)
+    reader = TrueStates(states)
+    broken.compute_hidden_states(reader)
     removed = broken.paths[0]
     removed.unlink()
     passes: list[int] = []
@@ -130,57 +130,58 @@ def test_work_that_is_done_is_not_done_again(
 
     assert not broken.complete
     before = reader.rows_read
-    broken.read(reader)
+    broken.compute_hidden_states(reader)
     assert 0 < reader.rows_read - before <= FILE_ROWS
     with pytest.raises(KeyboardInterrupt):
         broken.cluster(interrupt)
-    again = latents(corpus, tmp_path / "twice", 6, iterations=5)
+    again = latent_start(corpus, tmp_path / "twice", 6, iterations=5)
     assert torch.allclose(again.cluster(lambda done, total: passes.append(done)), expected)
     assert passes == [1, 2, 3, 4, 5]
 
 
-def test_a_basis_keeps_what_differs_most() -> None:
-    """Three directions among forty carry nearly everything: they suffice to tell vectors apart."""
+def test_a_basis_keeps_the_strongest_axes() -> None:
+    """Three axes of forty carry nearly all variance, so that they preserve neighbours."""
     strong = torch.linalg.qr(torch.randn(40, 3, generator=_random(1))).Q
-    where = torch.randn(500, 3, generator=_random(2))
-    hidden = where @ strong.T + 0.01 * torch.randn(500, 40, generator=_random(3))
-    basis = Basis.of(hidden, 3)
-    found = basis(hidden)
-    assert found.shape == (500, 3)
-    assert torch.allclose(found.norm(dim=1), torch.ones(500), atol=1e-5)
-    expected = torch.nn.functional.normalize(where, dim=1)
+    coordinates = torch.randn(500, 3, generator=_random(2))
+    hidden = coordinates @ strong.T + 0.01 * torch.randn(500, 40, generator=_random(3))
+    basis = Basis.fit(hidden, 3)
+    projected = basis(hidden)
+    assert projected.shape == (500, 3)
+    assert torch.allclose(projected.norm(dim=1), torch.ones(500), atol=1e-5)
+    expected = torch.nn.functional.normalize(coordinates, dim=1)
     nearest = torch.cdist(expected, expected).fill_diagonal_(9).argmin(1)
-    ranks = torch.cdist(found, found) < torch.linalg.norm(found - found[nearest], dim=1)[:, None]
+    radius = torch.linalg.norm(projected - projected[nearest], dim=1)
+    ranks = torch.cdist(projected, projected) < radius[:, None]
     assert ranks.sum(1).float().median() < 10  # of 500: neighbours stay neighbours
 
 
 def test_a_basis_of_few_vectors_has_few_axes() -> None:
-    assert Basis.of(torch.randn(5, 40), 128).axes.shape[1] <= 5
+    assert Basis.fit(torch.randn(5, 40), 128).axes.shape[1] <= 5
 
 
-def test_persistence_keeps_rows_of_a_subject_together() -> None:
+def test_persistence_adds_the_subject_of_the_row() -> None:
     hidden = torch.nn.functional.normalize(torch.randn(2, 5, 3, generator=_random(0)), dim=-1)
-    text = torch.ones(2, 4, dtype=torch.bool)
-    text[0, 2:] = False
-    plain, subject = vectors(hidden, text, 0.0), vectors(hidden, text, 2.0)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[0, 2:] = False
+    plain, subject = (feature_vectors(hidden, mask, weight) for weight in (0.0, 2.0))
     assert plain.shape == (6, 6)
     assert subject.shape == (6, 9)
-    assert torch.equal(subject[0, 6:], subject[1, 6:])  # the two places of the first row
+    assert torch.equal(subject[0, 6:], subject[1, 6:])  # the two positions of the first row
     assert not torch.allclose(subject[0, 6:], subject[2, 6:])
     assert torch.allclose(subject[:, 6:].norm(dim=1), torch.tensor(2.0))
 
 
-def test_a_corpus_without_an_end(tmp_path: Path) -> None:
+def test_a_corpus_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     corpus = Corpus.create(tmp_path, Manifest(LENGTH, VOCAB))
-    empty: list[Split] = []
+    empty: list[ShardSplit] = []
     with pytest.raises(InvalidInputError, match="Start at random"):
-        Latents(corpus, empty, 6, LatentConfig(), tmp_path)
+        LatentStart(corpus, empty, 6, LatentConfig(), tmp_path)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"places_per_state": 0}, {"dimensions": 0}, {"iterations": 0}, {"persistence": -1.0}],
 )
-def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError):
         LatentConfig(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a training run leaves on disk: metrics as it goes, and checkpoints to go on from."""
+"""Checkpoints and metrics of a training run, in its folder."""
 
 import json
 from collections.abc import Mapping
@@ -16,35 +16,35 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Checkpoint(NamedTuple):
-    """Where a run stood."""
+    """The state of a run after a step."""
 
     step: int
     tensors: dict[str, Tensor]
 
 
-class Diary:
-    """A run's folder. One file holds state and position together, so that they cannot disagree."""
+class CheckpointFolder:
+    """The folder of a run. One file holds tensors and step, so that they cannot disagree."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], minutes: float) -> None:
         self.checkpoint, self.metrics = folder / CHECKPOINT_FILE, folder / METRICS_FILE
         self.settings, self.minutes = json.loads(json.dumps(settings)), minutes
         self._saved_at = monotonic()
 
-    def open(self) -> Checkpoint | None:
-        """Find the last checkpoint, if there is one, and forget what was recorded after it."""
+    def resume(self) -> Checkpoint | None:
+        """Read the last checkpoint, if there is one, and drop the metrics of later steps."""
         if not self.checkpoint.exists():
             _io.write_lines(self.metrics, [])
             return None
         tensors, metadata = _io.read_tensors(self.checkpoint)
-        found = json.loads(metadata.get("settings", "{}"))
+        saved = json.loads(metadata.get("settings", "{}"))
         differing = sorted(
-            key for key in {*found, *self.settings} if found.get(key) != self.settings.get(key)
+            key for key in {*saved, *self.settings} if saved.get(key) != self.settings.get(key)
         )
         if differing:
-            changes = "; ".join(_change(key, found, self.settings) for key in differing)
+            changes = "; ".join(_describe_change(key, saved, self.settings) for key in differing)
             raise InvalidFileError(
                 f"{self.checkpoint} comes from a run with other settings ({changes}). Use the same "
-                f"settings to go on, or another folder, or remove it to start again."
+                f"settings to resume, or use another folder, or remove it to start again."
             )
         if metadata.get("crc32") != _checksums(tensors):
             raise InvalidFileError(
@@ -56,12 +56,12 @@ class Diary:
         _io.write_lines(self.metrics, rows)
         return Checkpoint(step, tensors)
 
-    def record(self, progress: Mapping[str, Any]) -> None:
-        """Add one step's figures."""
-        _io.append_lines(self.metrics, [progress])
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of one step."""
+        _io.append_lines(self.metrics, [metrics])
 
     def save(self, step: int, tensors: Mapping[str, Tensor], *, now: bool) -> None:
-        """Write a checkpoint if it is time to, or `now`."""
+        """Write a checkpoint if `now`, or if the last one is older than `minutes`."""
         if now or monotonic() - self._saved_at >= 60 * self.minutes:
             metadata = {
                 "step": str(step),
@@ -76,9 +76,9 @@ def _checksums(tensors: Mapping[str, Tensor]) -> str:
     return " ".join(f"{name}:{_io.checksum(tensors[name])}" for name in sorted(tensors))
 
 
-def _change(key: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _describe_change(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     if key == "shards":
         return "the corpus has other shards"
     if key == "start":
         return "it started from another HMM"
-    return f"{key} was {found.get(key)}, is {wanted.get(key)}"
+    return f"{key} was {saved.get(key)}, is {current.get(key)}"

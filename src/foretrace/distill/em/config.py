@@ -1,4 +1,4 @@
-"""How to train by EM, and what a step of it comes to."""
+"""Settings of EM, and the metrics of its steps."""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,30 +10,47 @@ from foretrace.errors import InvalidInputError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
-FREE = ("checkpoint_minutes", "evaluations")
-"""Settings that change nothing in the result: a run may go on with others."""
+FREE_SETTINGS = ("checkpoint_minutes", "evaluations")
+"""Settings that do not change the result: a run can resume with other values."""
 
 
 @dataclass(frozen=True)
 class EMConfig:
-    """How to train."""
+    """Settings of mini-batch EM.
+
+    Attributes:
+        epochs: Passes over the training rows.
+        batch_size: Sequences per step, over all processes.
+        first_step: Step size of the first step, in [0, 1].
+        last_step: Step size that the schedule falls to, linearly. A `first_step` and `last_step` of
+            1, with a batch of the whole corpus, is plain EM.
+        pseudocount: Added to every expected count, in units of one token of the whole corpus.
+        dtype: Dtype of the matrix products: `"float64"`, `"float32"` or `"bfloat16"`. Sums are
+            float32 at least.
+        seed: Seed of the order of the rows.
+        held_out: Sequences that are not trained on, to measure the likelihood on.
+        evaluations: Number of measurements, spread over the run.
+        checkpoint_minutes: Minutes between checkpoints.
+
+    Raises:
+        InvalidInputError: If a setting is out of range.
+
+    Example:
+        >>> from foretrace.distill import EMConfig
+        >>> config = EMConfig(epochs=10, batch_size=1024)
+        >>> config.steps_per_epoch(10_000)
+        10
+    """
 
     epochs: int = 50
     batch_size: int = 4096
-    """Sequences in a step, over all processes."""
     first_step: float = 1.0
     last_step: float = 0.0
-    """The step size falls linearly; 1 and 1, with a batch of everything, is plain EM."""
     pseudocount: float = 1e-3
-    """Added to every expected count, in units of one token of the whole corpus."""
     dtype: str = "float32"
-    """What products run in; sums are float32 at least."""
     seed: int = 0
     held_out: int = 4096
-    """Sequences that are not trained on, to measure on."""
     evaluations: int = 20
-    """How often to measure, spread over the run."""
     checkpoint_minutes: float = 10.0
 
     def __post_init__(self) -> None:
@@ -46,37 +63,67 @@ class EMConfig:
             )
         if not 0 <= self.pseudocount < inf or self.dtype not in DTYPES:
             raise InvalidInputError(
-                f"pseudocount must be a number from 0 on, and dtype one of {', '.join(DTYPES)}; "
-                f"they are {self.pseudocount} and {self.dtype}."
+                f"pseudocount must be a finite number of at least 0, and dtype one of "
+                f"{', '.join(DTYPES)}, but they are {self.pseudocount} and {self.dtype}."
             )
 
     @property
-    def sums(self) -> torch.dtype:
-        """What tables and sums are held in."""
+    def accumulator_dtype(self) -> torch.dtype:
+        """The dtype of tables and sums."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def steps_per_epoch(self, rows: int) -> int:
-        """How many batches that many training rows make."""
+        """Return the number of batches in an epoch.
+
+        Args:
+            rows: The number of training rows.
+
+        Returns:
+            `rows / batch_size`, rounded up.
+        """
         return -(-rows // self.batch_size)
 
     def step_size(self, fraction: float) -> float:
-        """Give the step size after a fraction of the run."""
+        """Return the step size at a point of the run.
+
+        Args:
+            fraction: The fraction of the run that is done, in [0, 1].
+
+        Returns:
+            The step size.
+
+        Example:
+            >>> from foretrace.distill import EMConfig
+            >>> EMConfig(first_step=1.0, last_step=0.0).step_size(0.25)
+            0.75
+        """
         return self.first_step + (self.last_step - self.first_step) * fraction
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step came to."""
+    """The metrics of one EM step.
+
+    Attributes:
+        step: The number of this step, from 1.
+        steps: The number of steps of the run.
+        epoch: The epoch of this step, from 0.
+        step_size: The step size.
+        log_likelihood: Of the step's batch before the update, in nats per token.
+        tokens: Tokens in the batch, without padding.
+        seconds: Duration of the step.
+        held_out: Log-likelihood of the held-out rows after the step, in nats per token; None in
+            steps without a measurement.
+        baselines: Log-likelihood of a unigram and a bigram model on the held-out rows; present
+            where `held_out` is.
+    """
 
     step: int
     steps: int
     epoch: int
     step_size: float
     log_likelihood: float
-    """Of the step's own batch, before learning from it: nats per token."""
     tokens: int
     seconds: float
     held_out: float | None = None
-    """Of the held-out rows, after the step, where it was measured."""
     baselines: Baselines | None = None
-    """What a unigram and a bigram reach on the held-out rows; given with `held_out`."""

@@ -1,4 +1,4 @@
-"""The processes that train together: one, or as many as torchrun started."""
+"""The processes that train together: one process, or those that torchrun started."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,78 +11,101 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Group:
-    """One process among those that train together."""
+class ProcessGroup:
+    """The place of this process among those that train together.
+
+    Attributes:
+        rank: The index of this process.
+        size: The number of processes.
+    """
 
     rank: int = 0
     size: int = 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the process that writes and reports."""
+    def is_leader(self) -> bool:
+        """Whether this process writes files and reports progress."""
         return self.rank == 0
 
-    def part(self, rows: Tensor) -> Tensor:
-        """Take this process's part of rows that all of them hold."""
+    def local_rows(self, rows: Tensor) -> Tensor:
+        """Return this process's share of rows that all processes hold."""
         return rows[self.rank :: self.size]
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
-    def any(self, marks: Tensor) -> None:
-        """Mark, in place, what any process has marked (uint8)."""
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Take the elementwise maximum of a tensor over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
-    def agree(self, find: Callable[[], Found]) -> Found:
-        """Let the leading process find something out for all; if it fails, all raise its error."""
+    def run_on_leader(self, function: Callable[[], Result]) -> Result:
+        """Call a function in the leader; return its result, or raise its error, in every process.
+
+        The other processes wait for it.
+        """
         if self.size == 1:
-            return find()
-        told: list[Found | Exception | None] = [None]
-        if self.leads:
+            return function()
+        outcome: list[Result | Exception | None] = [None]
+        if self.is_leader:
             try:
-                told[0] = find()
+                outcome[0] = function()
             except Exception as error:  # raised below, by every process
-                told[0] = error
-        dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        return cast(Found, told[0])
+                outcome[0] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return cast(Result, outcome[0])
 
-    def follow(self, tensor: Tensor) -> None:
-        """Take over the leading process's tensor, in place."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the leader's tensor to all processes, in place."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
 
 
-def launched() -> Group:
-    """Tell which of torchrun's processes this is, joined or not: one of one without torchrun."""
-    return Group(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+def launched_group() -> ProcessGroup:
+    """Return this process's place among torchrun's processes, before they are connected."""
+    return ProcessGroup(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @contextmanager
-def joined(device: torch.device | str = "cpu") -> Iterator[Group]:
-    """Join the processes that torchrun started, by NCCL on GPUs and gloo elsewhere."""
-    if launched().size == 1 or dist.is_initialized():
-        yield current()
+def process_group(device: torch.device | str = "cpu") -> Iterator[ProcessGroup]:
+    """Connect the processes that torchrun started, by NCCL on GPUs and by gloo on CPUs.
+
+    Without torchrun, or if the processes are connected already, nothing is connected or closed.
+
+    Args:
+        device: The device that this process trains on.
+
+    Yields:
+        The group, with this process's rank.
+
+    Example:
+        >>> from foretrace.distill.em.distributed import process_group
+        >>> with process_group("cpu") as group:
+        ...     group.rank, group.size
+        (0, 1)
+    """
+    if launched_group().size == 1 or dist.is_initialized():
+        yield current_group()
         return
-    # One process may write a large table while the others wait for it.
+    # The leader may write a large table while the others wait for it: hence the long timeout.
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=6))
     try:
-        yield current()
+        yield current_group()
     finally:
         dist.destroy_process_group()
 
 
-def current() -> Group:
-    """Give the group as it stands: one process, unless `joined`."""
+def current_group() -> ProcessGroup:
+    """Return the connected group: one process, unless inside `process_group`."""
     if dist.is_available() and dist.is_initialized():
-        return Group(dist.get_rank(), dist.get_world_size())
-    return Group()
+        return ProcessGroup(dist.get_rank(), dist.get_world_size())
+    return ProcessGroup()

@@ -1,8 +1,8 @@
-"""The M-step: expected counts that fade as new ones come in, and the probabilities they make.
+"""The M-step: a moving average of expected counts, and the probabilities that it implies.
 
-Mini-batch EM keeps counts = (1 - step) * counts + step * new. Of the emission, V x h numbers, only
-the rows of tokens in the batch change; all others shrink by a common factor. That factor is kept
-aside, so that a step costs what its batch costs, whatever the vocabulary.
+Mini-batch EM keeps counts = (1 - step) * counts + step * new. In the (V, h) emission counts, only
+the rows of tokens in the batch change; all others shrink by a common factor. The factor is stored
+separately, so that the cost of a step does not grow with the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import CHUNK_ELEMENTS
 
-SMALLEST_FACTOR = 1e-15  # below this the factor is multiplied in: about once in 35 steps
+SMALLEST_FACTOR = 1e-15  # below this, multiply the factor in: about once in 35 steps
 
 
 @dataclass
 class Counts:
-    """Expected counts per sequence, and the pseudocount that keeps the unseen possible.
+    """Expected counts per sequence, with a pseudocount that keeps unseen events possible.
 
-    With an `eos_token_id`, the last state is absorbing and alone emits it: both are exact, not
-    learnt.
+    With an `eos_token_id`, the last state is absorbing, and it alone emits that token. Both hold
+    exactly; they are not learnt.
     """
 
     initial: Tensor  # (h,)
     transition: Tensor  # (h, h)
-    emission: Tensor  # (V, h): to be multiplied by `factor`
-    total: Tensor  # (h,): what the emission of each state sums to, with the factor
+    emission: Tensor  # (V, h): multiply by `factor`
+    total: Tensor  # (h,): sums of the emission counts of each state, with the factor
     pseudocount: float
     eos_token_id: int | None
     factor: float = 1.0
@@ -43,7 +43,7 @@ class Counts:
     def from_hmm(
         cls, hmm: HMM, length: int, *, pseudocount: float, eos_token_id: int | None
     ) -> Self:
-        """Start from an HMM: as if every state had been visited equally often."""
+        """Build counts that reproduce an HMM, as if every state had been visited equally often."""
         states, vocab = hmm.num_states, hmm.vocab_size
         visits = length / states
         identity = torch.eye(states, dtype=hmm.initial.dtype, device=hmm.device)
@@ -61,62 +61,62 @@ class Counts:
         )
 
     @property
-    def spoken(self) -> int:
-        """How many tokens the states that are not end of text can emit."""
+    def num_text_tokens(self) -> int:
+        """The number of tokens that states other than the end-of-text state can emit."""
         return len(self.emission) - (self.eos_token_id is not None)
 
     def parameters(self, tokens: Tensor) -> BatchParameters:
-        """Turn counts into probabilities, for the (U,) tokens of a batch alone.
+        """Compute the probabilities of the (U,) tokens of a batch.
 
-        The rows stand where those of the call before stood.
+        The rows overwrite those of the previous call.
         """
-        rows = self._workspace.room("rows", len(tokens), len(self.total))
+        rows = self._workspace.buffer("rows", len(tokens), len(self.total))
         torch.index_select(self.emission, 0, tokens, out=rows)
-        share = _positive(self.total + self.spoken * self.pseudocount).reciprocal()
-        torch.addcmul(self.pseudocount * share, rows, self.factor * share, out=rows)
+        scale = _positive(self.total + self.num_text_tokens * self.pseudocount).reciprocal()
+        torch.addcmul(self.pseudocount * scale, rows, self.factor * scale, out=rows)
         transition = self.transition + self.pseudocount
         if self.eos_token_id is not None:
             rows[:, -1] = 0.0
-            rows[tokens == self.eos_token_id] = _last(rows[0])
-            transition[-1] = _last(transition[-1])
+            rows[tokens == self.eos_token_id] = _last_state(rows[0])
+            transition[-1] = _last_state(transition[-1])
         transition /= _positive(transition.sum(-1, keepdim=True))
         initial = self.initial + self.pseudocount
         return BatchParameters(initial / initial.sum(), transition, rows)
 
-    def update(self, tokens: Tensor, new: BatchCounts, step: float) -> None:
-        """Fade the counts by 1 - step, and add the batch's, per sequence, times step."""
-        sequences = float(new.summary[1])
-        if sequences == 0:  # all impossible: nothing to learn
+    def update(self, tokens: Tensor, batch: BatchCounts, step: float) -> None:
+        """Multiply the counts by 1 - step, and add the batch's counts per sequence, times step."""
+        sequences = float(batch.summary[1])
+        if sequences == 0:  # all sequences are impossible
             return
-        share = step / sequences
-        self._fade(1 - step)
-        self.initial.mul_(1 - step).add_(new.initial, alpha=share)
-        self.transition.mul_(1 - step).add_(new.transition, alpha=share)
-        self.total.mul_(1 - step).add_(new.rows.sum(0), alpha=share)
-        self.emission.index_add_(0, tokens, new.rows, alpha=share / self.factor)
+        weight = step / sequences
+        self._decay(1 - step)
+        self.initial.mul_(1 - step).add_(batch.initial, alpha=weight)
+        self.transition.mul_(1 - step).add_(batch.transition, alpha=weight)
+        self.total.mul_(1 - step).add_(batch.rows.sum(0), alpha=weight)
+        self.emission.index_add_(0, tokens, batch.rows, alpha=weight / self.factor)
 
-    def _fade(self, by: float) -> None:
+    def _decay(self, by: float) -> None:
         self.factor *= by
         if self.factor < SMALLEST_FACTOR:
             self.emission.mul_(self.factor)
             self.factor = 1.0
 
     def to_hmm(self, config: HMMConfig) -> HMM:
-        """Make the HMM. The emission table is turned over, not copied: the counts are spent."""
-        few = self.parameters(torch.zeros(1, dtype=torch.long, device=self.emission.device))
+        """Build the HMM. It reuses the emission table in place, so the counts are invalid after."""
+        parameters = self.parameters(torch.zeros(1, dtype=torch.long, device=self.emission.device))
         table = self.emission.mul_(self.factor).add_(self.pseudocount)
         if self.eos_token_id is not None:
             table[self.eos_token_id] = 0.0
             table[:, -1] = 0.0
             table[self.eos_token_id, -1] = 1.0
-        # A state that nothing has visited, without a pseudocount, may say anything.
+        # Without a pseudocount, a state may have no counts: it emits every token equally.
         totals = table.sum(0)
         table[:, totals == 0] = 1 / len(table)
         table.div_(table.sum(0))
-        return HMM(few.initial, _stochastic(few.transition), table, config)
+        return HMM(parameters.initial, _stochastic(parameters.transition), table, config)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the state by name, for a checkpoint."""
+        """Return the tensors of a checkpoint by name."""
         return {
             "initial": self.initial,
             "transition": self.transition,
@@ -126,26 +126,26 @@ class Counts:
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the state of a checkpoint."""
+        """Copy the tensors of a checkpoint into the counts."""
         for name in ("initial", "transition", "emission", "total"):
             getattr(self, name).copy_(tensors[name])
         self.factor = float(tensors["factor"])
 
 
 def _positive(totals: Tensor) -> Tensor:
-    """Keep totals off 0, so that what was never visited becomes 0 and not NaN."""
+    """Bound totals away from 0, so that 0 / total is 0 and not NaN."""
     return totals.clamp_min(torch.finfo(totals.dtype).tiny)
 
 
-def _last(like: Tensor) -> Tensor:
-    """Give the distribution that is all in the last state: (..., h)."""
-    one = torch.zeros_like(like)
-    one[..., -1] = 1.0
-    return one
+def _last_state(like: Tensor) -> Tensor:
+    """Return the distribution that is concentrated on the last state: (..., h)."""
+    distribution = torch.zeros_like(like)
+    distribution[..., -1] = 1.0
+    return distribution
 
 
 def _stochastic(transition: Tensor) -> Tensor:
-    """Let states that were never left stay where they are."""
+    """Give states without outgoing counts a self-transition."""
     empty = transition.sum(-1) == 0
     transition[empty, empty.nonzero()[:, 0]] = 1.0
     return transition

@@ -1,4 +1,4 @@
-"""Working memory that is kept from batch to batch, since fresh pages cost time."""
+"""Buffers that are reused from batch to batch, because allocating fresh pages costs time."""
 
 from math import prod
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class Workspace:
-    """Tensors by name, on the device of `like`, grown as needed and handed out again and again."""
+    """A set of named buffers on the device of `like`, each grown as needed and then reused."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._held: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def room(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Give an uninitialised tensor; what was handed out under the same name is overwritten."""
-        needed = prod(shape)
-        held = self._held.get(name)
-        if held is None or held.numel() < needed:
-            held = self._held[name] = self._like.new_empty(needed, dtype=dtype)
-        return held[:needed].view(shape)
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialised tensor; it overwrites the last one of the same name."""
+        size = prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = self._like.new_empty(size, dtype=dtype)
+        return buffer[:size].view(shape)

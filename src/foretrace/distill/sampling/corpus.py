@@ -1,8 +1,8 @@
 """A corpus of token sequences on disk: shards of equal-length rows, mapped into memory.
 
-A folder holds `corpus.json`, what all shards share, and `shard-000000.safetensors` and so on. Each
-shard appears whole or not at all, and carries its own checksum; there is no index to keep in step,
-so any number of processes can add shards at once. Rows that end early are padded with end of text.
+A folder holds `corpus.json`, the manifest, and `shard-000000.safetensors` and so on. A shard is
+written atomically and carries its own checksum. There is no index to keep consistent, so any number
+of processes can add shards at once. Rows that end early are padded with the end-of-text token.
 """
 
 import json
@@ -27,17 +27,32 @@ SHARD_GLOB = "shard-*.safetensors"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all shards of a corpus share."""
+    """The properties that all shards of a corpus share.
+
+    Attributes:
+        length: Tokens per row.
+        vocab_size: The size of the vocabulary.
+        eos_token_id: The token that ends a text and pads the rest of its row; None if texts do not
+            end.
+        tokenizer_fingerprint: The `foretrace.fingerprint` of the vocabulary.
+        source_model: The language model that the rows were sampled from.
+        sampling: The settings that the rows were sampled with.
+
+    Raises:
+        InvalidInputError: If the length, the vocabulary or the end-of-text token is out of range.
+
+    Example:
+        >>> from foretrace.distill import Manifest
+        >>> Manifest(length=32, vocab_size=50_257, eos_token_id=50_256).token_dtype
+        torch.uint16
+    """
 
     length: int
-    """Tokens in every row."""
     vocab_size: int
     eos_token_id: int | None = None
-    """Ends a text, and pads the rest of its row."""
     tokenizer_fingerprint: str | None = None
     source_model: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """How the rows were drawn."""
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.vocab_size < 1:
@@ -53,7 +68,7 @@ class Manifest:
 
     @property
     def token_dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds every id."""
+        """The narrowest dtype that holds every token id."""
         return torch.uint16 if self.vocab_size <= 1 << 16 else torch.uint32
 
 
@@ -65,20 +80,41 @@ class Shard(NamedTuple):
     crc32: str
 
 
-class Split(NamedTuple):
-    """How many rows, from the end of each shard, are held out of training."""
+class ShardSplit(NamedTuple):
+    """The split of a shard into training rows and, at its end, held-out rows."""
 
     shard: Shard
-    held_out: int
+    held_out_rows: int
 
     @property
-    def training(self) -> int:
-        """Rows that are left to train on."""
-        return self.shard.rows - self.held_out
+    def training_rows(self) -> int:
+        """The number of rows to train on."""
+        return self.shard.rows - self.held_out_rows
 
 
 class Corpus:
-    """Token sequences in a folder. Open one, or `Corpus.create` it; then `append` and read."""
+    """Token sequences in a folder.
+
+    Open a corpus by its folder, or make one by `Corpus.create`. Then `append` rows, and read them.
+
+    Args:
+        folder: A folder that holds a corpus.
+
+    Attributes:
+        folder: The folder.
+        manifest: The properties that all shards share.
+
+    Raises:
+        InvalidFileError: If the manifest is missing, damaged or of another format version.
+
+    Example:
+        >>> from foretrace.distill import Corpus, Manifest
+        >>> corpus = Corpus.create(folder / "corpus", Manifest(length=3, vocab_size=10))
+        >>> corpus.append(torch.tensor([[1, 2, 3], [4, 5, 6]])).name
+        'shard-000000.safetensors'
+        >>> [shard.rows for shard in Corpus(folder / "corpus").shards()]
+        [2]
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -93,26 +129,50 @@ class Corpus:
         try:
             self.manifest = Manifest(**{key: content[key] for key in known & content.keys()})
         except TypeError as error:
-            raise InvalidFileError(f"{path} cannot be read ({error}). Make it again.") from error
+            raise InvalidFileError(
+                f"{path} cannot be read ({error}). Sample the corpus again."
+            ) from error
 
     @classmethod
     def create(cls, folder: str | os.PathLike[str], manifest: Manifest) -> Self:
-        """Make an empty corpus, or open the one that is there if it has the same manifest."""
+        """Create an empty corpus, or open the existing one if it has the same manifest.
+
+        Args:
+            folder: The folder of the corpus; it is created if it does not exist.
+            manifest: The properties that all shards share.
+
+        Returns:
+            The corpus.
+
+        Raises:
+            InvalidFileError: If the folder holds a corpus with another manifest.
+        """
         path = Path(folder) / MANIFEST_FILE
         if not path.exists():
             _io.write_json(path, {"format_version": FORMAT_VERSION, **asdict(manifest)})
         corpus = cls(folder)
-        if asdict(corpus.manifest) != json.loads(json.dumps(asdict(manifest))):
-            theirs, ours = asdict(corpus.manifest), asdict(manifest)
-            differing = ", ".join(key for key in ours if ours[key] != theirs[key])
+        existing, wanted = asdict(corpus.manifest), asdict(manifest)
+        if existing != json.loads(json.dumps(wanted)):
+            differing = ", ".join(key for key in wanted if wanted[key] != existing[key])
             raise InvalidFileError(
-                f"{folder} holds a corpus of another kind: {differing} differ. Use the same "
-                f"settings, or another folder."
+                f"{folder} holds another corpus: {differing} differ. Use the same settings, or "
+                f"another folder."
             )
         return corpus
 
     def append(self, tokens: Tensor) -> Path:
-        """Add (rows, length) token ids as the next shard; safe beside other processes."""
+        """Write rows as the next shard. Several processes can append at once.
+
+        Args:
+            tokens: Token ids, (rows, length).
+
+        Returns:
+            The path of the shard.
+
+        Raises:
+            InvalidInputError: If the shape is wrong, a token id is out of range, or a row continues
+                after the end-of-text token.
+        """
         index = len(list(self.folder.glob(SHARD_GLOB)))
         while True:
             path = self.shard_path(index)
@@ -121,11 +181,40 @@ class Corpus:
             index += 1
 
     def shard_path(self, index: int) -> Path:
-        """Name the shard of a number."""
+        """Return the path of a shard.
+
+        Args:
+            index: The number of the shard, from 0.
+
+        Returns:
+            The path, whether the shard exists or not.
+        """
         return self.folder / f"shard-{index:06d}.safetensors"
 
     def write_shard(self, path: Path, tokens: Tensor) -> bool:
-        """Write one shard under a given name; False, and nothing done, if it is there already."""
+        """Write rows as a shard of a given path, unless it exists.
+
+        Args:
+            path: A path from `shard_path`.
+            tokens: Token ids, (rows, length).
+
+        Returns:
+            Whether the shard was written; False if it exists already.
+
+        Raises:
+            InvalidInputError: If the shape is wrong, a token id is out of range, or a row continues
+                after the end-of-text token.
+        """
+        self._require_valid(tokens)
+        narrow = tokens.to(self.manifest.token_dtype).cpu().contiguous()
+        metadata = {"crc32": str(_io.checksum(narrow))}
+        try:
+            _io.write_tensors(path, {"tokens": narrow}, metadata, replace=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _require_valid(self, tokens: Tensor) -> None:
         manifest = self.manifest
         if tokens.dim() != 2 or tokens.shape[1] != manifest.length or not len(tokens):
             raise InvalidInputError(
@@ -135,34 +224,44 @@ class Corpus:
         low, high = (int(bound) for bound in tokens.long().aminmax())
         if low < 0 or high >= manifest.vocab_size:
             raise InvalidInputError(
-                f"Token ids run from {low} to {high}, but the corpus has a vocabulary of "
+                f"Token ids range from {low} to {high}, but the corpus has a vocabulary of "
                 f"{manifest.vocab_size}. Was another tokenizer used?"
             )
         if manifest.eos_token_id is not None:
             ended = (tokens == manifest.eos_token_id).cumsum(1) > 0
             if bool((ended & (tokens != manifest.eos_token_id)).any()):
                 raise InvalidInputError(
-                    f"Some rows go on after end of text ({manifest.eos_token_id}). Pad with it "
-                    f"what follows; if it also begins texts, leave that first token out."
+                    f"Some rows go on after end of text ({manifest.eos_token_id}). Pad the rest of "
+                    f"a row with it; if it also begins texts, omit that first token."
                 )
-        narrow = tokens.to(manifest.token_dtype).cpu().contiguous()
-        metadata = {"crc32": str(_io.checksum(narrow))}
-        try:
-            _io.write_tensors(path, {"tokens": narrow}, metadata, replace=False)
-        except FileExistsError:
-            return False
-        return True
 
     def shards(self) -> list[Shard]:
-        """List the shards that are there now, in order of name."""
-        found = []
+        """List the shards that exist now.
+
+        Returns:
+            The shards, ordered by name.
+
+        Raises:
+            InvalidFileError: If a shard is cut short.
+        """
+        shards = []
         for path in sorted(self.folder.glob(SHARD_GLOB)):
             shape, metadata = _io.read_header(path, "tokens")
-            found.append(Shard(path, shape[0], metadata.get("crc32", "")))
-        return found
+            shards.append(Shard(path, shape[0], metadata.get("crc32", "")))
+        return shards
 
-    def split(self, held_out: int) -> list[Split]:
-        """Hold out `held_out` rows, an even share from the end of every shard."""
+    def split(self, held_out: int) -> list[ShardSplit]:
+        """Hold out rows from training, an even share from the end of every shard.
+
+        Args:
+            held_out: The number of rows to hold out.
+
+        Returns:
+            The split of every shard.
+
+        Raises:
+            InvalidInputError: If no row would be left to train on.
+        """
         shards = self.shards()
         total = sum(shard.rows for shard in shards)
         if not 0 <= held_out < total:
@@ -171,14 +270,25 @@ class Corpus:
                 f"more, or hold out fewer."
             )
         ends = list(accumulate(shard.rows for shard in shards))
-        due = [held_out * end // total for end in [0, *ends]]  # so many by the end of each shard
+        # Held-out rows up to the end of each shard, rounded down.
+        cumulative = [held_out * end // total for end in [0, *ends]]
         return [
-            Split(shard, after - before)
-            for shard, before, after in zip(shards, due[:-1], due[1:], strict=True)
+            ShardSplit(shard, after - before)
+            for shard, before, after in zip(shards, cumulative[:-1], cumulative[1:], strict=True)
         ]
 
     def read(self, shard: Shard) -> Tensor:
-        """Map one shard into memory and check it: (rows, length), narrow ids."""
+        """Map a shard into memory, and check it.
+
+        Args:
+            shard: One of `shards()`.
+
+        Returns:
+            Token ids, (rows, length), of the manifest's `token_dtype`.
+
+        Raises:
+            InvalidFileError: If the shard is damaged.
+        """
         tokens = self._open(shard)
         if shard.crc32 != str(_io.checksum(tokens)):
             raise InvalidFileError(
@@ -191,14 +301,25 @@ class Corpus:
         tensors, _ = _io.read_tensors(shard.path)
         return _io.take_tensor(tensors, "tokens", (shard.rows, self.manifest.length), shard.path)
 
-    def held_out(self, split: list[Split]) -> Tensor:
-        """Read the rows that are held out, and only those: (held_out, length)."""
-        kept = [self._open(part.shard)[part.training :].long() for part in split if part.held_out]
-        return torch.cat(kept) if kept else torch.empty(0, self.manifest.length, dtype=torch.long)
+    def held_out(self, split: list[ShardSplit]) -> Tensor:
+        """Read the held-out rows, and only those.
+
+        Args:
+            split: The result of `split`.
+
+        Returns:
+            Token ids, (held-out rows, length), int64.
+        """
+        rows = [
+            self._open(item.shard)[item.training_rows :].long()
+            for item in split
+            if item.held_out_rows
+        ]
+        return torch.cat(rows) if rows else torch.empty(0, self.manifest.length, dtype=torch.long)
 
     def batches(
         self,
-        split: list[Split],
+        split: list[ShardSplit],
         batch_size: int,
         *,
         seed: int,
@@ -206,38 +327,47 @@ class Corpus:
         start: int = 0,
         part: tuple[int, int] = (0, 1),
     ) -> Iterator[Tensor]:
-        """Stream one epoch's training rows in batches, as equal as they can be: (n, length).
+        """Stream the training rows of one epoch, shuffled, in batches of nearly equal size.
 
-        Shards are shuffled, and rows within each; the order depends on seed and epoch alone, so
-        that every process sees the same batches and `start`, in batches, resumes exactly. With
-        `part` = (rank, size), a process reads every size-th row of each batch, from its rank on.
-        Memory holds one shard at a time.
+        Shards are shuffled, and rows within each shard. The order depends on the seed and the epoch
+        alone, so that all processes see the same batches. Memory holds one shard at a time.
+
+        Args:
+            split: The result of `split`.
+            batch_size: The largest number of rows in a batch.
+            seed: Seed of the order.
+            epoch: The number of the epoch.
+            start: The number of batches to skip, to resume within an epoch.
+            part: `(rank, size)`: yield every size-th row of each batch, from row `rank` on.
+
+        Yields:
+            Token ids, (rows, length), int64.
         """
-        sizes = _equal_sizes(sum(each.training for each in split), batch_size)
-        waiting, taken = sum(sizes[:start]), 0  # rows to skip; rows of the current batch so far
+        sizes = _equal_sizes(sum(item.training_rows for item in split), batch_size)
+        skip, taken = sum(sizes[:start]), 0  # rows to skip; rows of the current batch so far
         rank, size = part
-        rows: list[Tensor] = []
+        batch: list[Tensor] = []
         for number in np.random.default_rng([seed, epoch]).permutation(len(split)):
-            shard, training = split[number].shard, split[number].training
-            first, waiting = min(waiting, training), max(0, waiting - training)
-            if first == training:
+            shard, training_rows = split[number].shard, split[number].training_rows
+            first, skip = min(skip, training_rows), max(0, skip - training_rows)
+            if first == training_rows:
                 continue
-            order = np.random.default_rng([seed, epoch, number]).permutation(training)
+            order = np.random.default_rng([seed, epoch, number]).permutation(training_rows)
             tokens = self.read(shard).numpy()
-            while first < training:
-                more = min(training - first, sizes[start] - taken)
-                mine = order[first + (rank - taken) % size : first + more : size]
-                rows.append(torch.from_numpy(tokens[mine].astype(np.int64)))
-                first, taken = first + more, taken + more
+            while first < training_rows:
+                count = min(training_rows - first, sizes[start] - taken)
+                local = order[first + (rank - taken) % size : first + count : size]
+                batch.append(torch.from_numpy(tokens[local].astype(np.int64)))
+                first, taken = first + count, taken + count
                 if taken == sizes[start]:
-                    yield torch.cat(rows)
-                    start, taken, rows = start + 1, 0, []
+                    yield torch.cat(batch)
+                    start, taken, batch = start + 1, 0, []
 
 
 def _equal_sizes(rows: int, batch_size: int) -> list[int]:
-    """Cut rows into batches of at most `batch_size` whose sizes differ by at most 1.
+    """Divide rows into batches of at most `batch_size` whose sizes differ by at most 1.
 
-    A small last batch would weigh as much in training as the others, and spoil them.
+    A small last batch would have the weight of a full one in EM.
     """
     count = -(-rows // batch_size)
     return [rows * (n + 1) // count - rows * n // count for n in range(count)]

@@ -1,4 +1,4 @@
-"""Drawing a corpus from a language model, by as many processes as care to join in."""
+"""Sample a corpus from a language model, in any number of processes at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 from foretrace.distill.sampling.corpus import Corpus, Manifest
 from foretrace.distill.sampling.source import Source
-from foretrace.distill.sampling.work_claims import share
+from foretrace.distill.sampling.work_claims import share_work
 from foretrace.errors import InvalidInputError
 
 SHARD_ROWS = 4096
@@ -17,42 +17,42 @@ SHARD_ROWS = 4096
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What to draw."""
+    """The size of a corpus, and how its rows begin."""
 
     sequences: int = 100_000
     length: int = 32
-    """Tokens in a row, a prompt's included."""
+    """Tokens per row, including those of a prompt."""
     prompted: float = 0.5
-    """Share of the rows that continue a prompt, if there are prompts; the others begin a text."""
+    """Share of the rows that continue a prompt, if there are prompts."""
     shard_rows: int = SHARD_ROWS
-    """Rows in a shard: what a worker claims at once, and what a crash loses at most."""
+    """Rows per shard. A worker claims one shard at a time, and a crash loses at most one."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.sequences < 1 or self.length < 2 or self.shard_rows < 1:
             raise InvalidInputError(
-                f"Cannot draw {self.sequences} rows of {self.length} tokens in shards of "
-                f"{self.shard_rows}: give at least 1, 2 and 1."
+                f"Cannot sample {self.sequences} rows of {self.length} tokens in shards of "
+                f"{self.shard_rows}. The minimum is 1, 2 and 1."
             )
         if self.seed < 0:
             raise InvalidInputError(f"The seed must be 0 or more, but is {self.seed}.")
         if not 0 <= self.prompted <= 1:
-            raise InvalidInputError(f"prompted is a share, in [0, 1], but is {self.prompted}.")
+            raise InvalidInputError(f"prompted must be in [0, 1], but is {self.prompted}.")
 
     @property
     def shards(self) -> int:
-        """How many shards that makes."""
+        """The number of shards."""
         return -(-self.sequences // self.shard_rows)
 
     def rows(self, shard: int) -> int:
-        """How many rows a shard has; the last has what is left."""
+        """Return the number of rows of a shard; the last may be smaller."""
         return min(self.shard_rows, self.sequences - shard * self.shard_rows)
 
 
 def open_corpus(
     folder: Path, source: Source, config: SamplingConfig, prompts: Sequence[str]
 ) -> Corpus:
-    """Make the corpus for a source, or open it if it was begun with the same settings."""
+    """Create the corpus of a source, or open it if it has the same settings."""
     return Corpus.create(
         folder,
         Manifest(
@@ -67,7 +67,7 @@ def open_corpus(
 
 
 def manifest_settings(config: SamplingConfig, prompts: Sequence[str]) -> dict[str, object]:
-    """Say how rows are drawn, as it stands in a corpus's manifest."""
+    """Return the sampling settings for the manifest of a corpus."""
     return {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -87,55 +87,56 @@ def sample(
     prompts: Sequence[str] = (),
     observe: Callable[[int], None] | None = None,
 ) -> Corpus:
-    """Draw what is not drawn yet, shard by shard, beside any other worker on the same folder.
+    """Sample the missing shards of a corpus, together with any other worker on the same folder.
 
-    Shards are numbered, and each is claimed before it is drawn: whoever crashes leaves a claim that
-    others take over. Returns when the corpus is whole. `observe` is told how many rows this worker
-    has added.
+    A worker claims a shard before it samples it. If a worker dies, others take over its claim. The
+    function returns when the corpus is complete. `observe` receives the number of rows of each
+    shard that this worker adds.
     """
     corpus = open_corpus(folder, source, config, prompts)
-    begin = Beginnings(source, prompts, config)
+    prefixes = Prefixes(source, prompts, config)
 
     def draw(shard: int, path: Path) -> None:
-        drawn = source.draw(begin.of(shard), config.length, seed=_seed(config.seed, shard))
-        corpus.write_shard(path, drawn)
+        seed = _draw_seed(config.seed, shard)
+        rows = source.draw(prefixes.for_shard(shard), config.length, seed=seed)
+        corpus.write_shard(path, rows)
         if observe is not None:
-            observe(len(drawn))
+            observe(len(rows))
 
-    share([corpus.shard_path(shard) for shard in range(config.shards)], draw)
+    share_work([corpus.shard_path(shard) for shard in range(config.shards)], draw)
     return corpus
 
 
-class Beginnings:
-    """What rows begin with: a prompt, or nothing.
+class Prefixes:
+    """The prefixes of the rows of a corpus: prompts, or nothing.
 
-    Prompts longer than half a row are cut there: the other half is for the LM.
+    Prompts are cut to half a row, so that at least half of each row is sampled.
     """
 
     def __init__(self, source: Source, prompts: Sequence[str], config: SamplingConfig) -> None:
         half = config.length // 2
         self.config = config
         encoded = source.encode(prompts) if prompts else []
-        self.prompts = [_up_to(ids[:half], source.eos_token_id) for ids in encoded]
+        self.prompts = [_cut_at_end(ids[:half], source.eos_token_id) for ids in encoded]
 
-    def of(self, shard: int) -> list[list[int]]:
-        """Choose for each row of a shard; the choice depends on the seed and the shard alone."""
+    def for_shard(self, shard: int) -> list[list[int]]:
+        """Choose a prefix for each row; the choice depends on the seed and the shard alone."""
         count = self.config.rows(shard)
         if not self.prompts:
             return [[] for _ in range(count)]
         random = np.random.default_rng([self.config.seed, shard])
-        chosen = random.integers(len(self.prompts), size=count)
+        prompt_index = random.integers(len(self.prompts), size=count)
         prompted = random.permutation(count) < round(self.config.prompted * count)
         return [
-            self.prompts[which] if given else []
-            for which, given in zip(chosen, prompted, strict=True)
+            self.prompts[index] if has_prompt else []
+            for index, has_prompt in zip(prompt_index, prompted, strict=True)
         ]
 
 
-def _up_to(ids: list[int], end: int) -> list[int]:
-    """Cut a prompt where it says that it ends: what follows could not be part of the row."""
-    return ids[: ids.index(end)] if end in ids else ids
+def _cut_at_end(token_ids: list[int], eos_token_id: int) -> list[int]:
+    """Cut a prompt before its first end-of-text token: a row cannot continue after it."""
+    return token_ids[: token_ids.index(eos_token_id)] if eos_token_id in token_ids else token_ids
 
 
-def _seed(seed: int, shard: int) -> int:
+def _draw_seed(seed: int, shard: int) -> int:
     return int(np.random.default_rng([seed, shard, 1]).integers(2**31))

@@ -1,7 +1,7 @@
-"""A language model to draw text from, and what every kind of source needs.
+"""The interface of a language model that text is sampled from, and what its implementations share.
 
-All draw from the LM as it is: temperature 1, top-p 1, no top-k. A library's defaults (transformers
-keeps the 50 likeliest tokens) would make the HMM learn another model.
+Every source samples from the LM's distribution: temperature 1, top-p 1, no top-k. The defaults of a
+library (transformers keeps the 50 most likely tokens) would make the HMM learn another model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,73 +21,74 @@ class Source(Protocol):
     """A language model that continues token sequences."""
 
     name: str
-    """What it is called in what is published: a hub id, or a folder's name without its path."""
+    """The name to publish: a hub id, or the name of a folder without its path."""
     vocab_size: int
     eos_token_id: int
     tokenizer_fingerprint: str
 
     @property
-    def width(self) -> int:
-        """How many sequences it draws at once."""
+    def batch_size(self) -> int:
+        """The number of sequences that are sampled at once."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn texts into token ids, without special tokens."""
+        """Convert texts to token ids, without special tokens."""
 
     def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
-        """Continue each prefix to `length` tokens; after its end, end of text: (n, length)."""
+        """Continue each prefix to `length` tokens, padded with end of text: (n, length)."""
 
     def close(self) -> None:
-        """Give back memory and devices; nothing is drawn after that."""
+        """Free memory and devices; the source cannot be used afterwards."""
 
 
 def public_name(name: str) -> str:
-    """Name a model as others may read it: a local folder's path says nothing to them."""
+    """Return the name of a model to publish: of a local folder, its name without the path."""
     folder = Path(name).expanduser()
     return folder.resolve().name if folder.is_dir() else name
 
 
-def end_of_text(tokenizer: "PreTrainedTokenizerBase", token: str | None) -> int:
-    """Find the token that begins and ends texts: the one named, else the tokenizer's own."""
+def end_of_text_id(tokenizer: "PreTrainedTokenizerBase", token: str | None) -> int:
+    """Return the id of the token that begins and ends texts: `token`, or the tokenizer's own."""
     if token is None:
-        index = tokenizer.eos_token_id
-        if index is None:
+        eos_token_id = tokenizer.eos_token_id
+        if eos_token_id is None:
             raise InvalidInputError(
                 "The tokenizer has no end-of-text token. Name one: --end-of-text TOKEN."
             )
-        return int(index)
-    found = tokenizer.get_vocab().get(token)
-    if found is None:
+        return int(eos_token_id)
+    token_id = tokenizer.get_vocab().get(token)
+    if token_id is None:
         raise InvalidInputError(f"The tokenizer has no token '{token}'. Check the spelling.")
-    return int(found)
+    return int(token_id)
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Turn texts into token ids, without special tokens."""
+    """Convert texts to token ids, without special tokens."""
     return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
 
 
-def padded(texts: Sequence[Tensor], length: int, eos_token_id: int) -> Tensor:
-    """Cut texts at `length` tokens, and fill up with end of text those that are shorter."""
-    rows = torch.full((len(texts), length), eos_token_id)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text[:length]
+def pad_rows(sequences: Sequence[Tensor], length: int, eos_token_id: int) -> Tensor:
+    """Cut sequences to `length` tokens, and pad shorter ones with end of text: (n, length)."""
+    rows = torch.full((len(sequences), length), eos_token_id)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens[:length]
     return rows
 
 
-def both_know(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose the options that every loader understands, tokenizers' too."""
+def tokenizer_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that every loader accepts, those of tokenizers included."""
     return {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
 
 
-def load_both(
+def load_tokenizer_and_model(
     name: str, tokenizers: Any, load_model: Callable[..., Any], options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Load tokenizer and model; say in words what is wrong with the name if it is."""
+    """Load a tokenizer and a model; explain the error if they cannot be loaded."""
     try:
-        return tokenizers.from_pretrained(name, **both_know(options)), load_model(**options)
+        tokenizer = tokenizers.from_pretrained(name, **tokenizer_options(options))
+        return tokenizer, load_model(**options)
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise InvalidInputError(
             f"The model '{name}' cannot be loaded ({reason(error)}). Give the folder or the hub id "
             f"of a causal language model; check the spelling, the network, the dtype and options "
-            f"of the engine, and that the device has room for it."
+            f"of the engine, and that the device has enough memory."
         ) from error

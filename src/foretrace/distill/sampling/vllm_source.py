@@ -1,4 +1,4 @@
-"""Drawing text through vLLM, where it is installed."""
+"""Sample text with vLLM, where it is installed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrace.distill.sampling.source import encode, end_of_text, load_both, padded, public_name
+from foretrace.distill.sampling.source import (
+    encode,
+    end_of_text_id,
+    load_tokenizer_and_model,
+    pad_rows,
+    public_name,
+)
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import fingerprint
 
@@ -19,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class VLLMSource:
-    """Draws through vLLM's offline engine, which batches by itself and spreads over GPUs."""
+    """Samples with vLLM's offline engine, which forms batches and uses several GPUs by itself."""
 
     name: str
-    engine: Any  # vllm.LLM: vLLM is not typed, and not installed everywhere
+    engine: Any  # vllm.LLM: vLLM is not typed, and it is optional
     tokenizer: "PreTrainedTokenizerBase"
     eos_token_id: int
     vocab_size: int = field(init=False)
@@ -33,8 +39,8 @@ class VLLMSource:
         self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
 
     @property
-    def width(self) -> int:
-        """How many sequences are drawn at once."""
+    def batch_size(self) -> int:
+        """The number of sequences that are sampled at once."""
         return int(self.engine.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     @classmethod
@@ -51,19 +57,22 @@ class VLLMSource:
                 "vLLM is not installed in this environment: pip install 'foretrace[vllm]', or use "
                 "--engine transformers."
             ) from None
-        tokenizer, engine = load_both(name, AutoTokenizer, partial(LLM, model=name), options)
-        return cls(public_name(name), engine, tokenizer, end_of_text(tokenizer, end_of_text_token))
+        tokenizer, engine = load_tokenizer_and_model(
+            name, AutoTokenizer, partial(LLM, model=name), options
+        )
+        eos_token_id = end_of_text_id(tokenizer, end_of_text_token)
+        return cls(public_name(name), engine, tokenizer, eos_token_id)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn texts into token ids, without special tokens."""
+        """Convert texts to token ids, without special tokens."""
         return encode(self.tokenizer, texts)
 
     def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         from vllm import SamplingParams
 
-        # A seed per row: one for all would draw the same text for equal prefixes, and none would
-        # make every worker repeat the engine's one stream.
+        # A seed per row: a common seed would sample the same text for equal prefixes, and without
+        # seeds every worker would repeat the engine's default stream.
         seeds = np.random.default_rng(seed).integers(2**31, size=len(prefixes))
         settings = [
             SamplingParams(
@@ -72,21 +81,21 @@ class VLLMSource:
                 top_k=0,
                 max_tokens=length - len(prefix),
                 stop_token_ids=[self.eos_token_id],
-                ignore_eos=True,  # the model's own list of ends may be another
+                ignore_eos=True,  # the model may list other end-of-text tokens
                 detokenize=False,
                 seed=int(row_seed),
             )
             for prefix, row_seed in zip(prefixes, seeds, strict=True)
         ]
         prompts = [{"prompt_token_ids": [self.eos_token_id, *prefix]} for prefix in prefixes]
-        drawn = self.engine.generate(prompts, settings, use_tqdm=False)
-        texts = [
-            torch.tensor([*prefix, *done.outputs[0].token_ids])
-            for prefix, done in zip(prefixes, drawn, strict=True)
+        outputs = self.engine.generate(prompts, settings, use_tqdm=False)
+        sequences = [
+            torch.tensor([*prefix, *output.outputs[0].token_ids])
+            for prefix, output in zip(prefixes, outputs, strict=True)
         ]
-        return padded(texts, length, self.eos_token_id)
+        return pad_rows(sequences, length, self.eos_token_id)
 
     def close(self) -> None:
-        """Shut the engine down, which else keeps its GPUs to itself."""
+        """Shut the engine down, so that it frees its GPUs."""
         self.engine.llm_engine.engine_core.shutdown()
         del self.engine

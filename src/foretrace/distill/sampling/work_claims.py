@@ -1,8 +1,8 @@
-"""Who is doing which piece of work: claims that outlive no worker.
+"""Distribute work over processes by claim files, without a coordinator.
 
-Work is named by the file that it makes. A claim is a small file beside it that its worker touches
-while it lives; one that is no longer touched, or whose process on this machine is gone, is taken
-over. The file system must know hard links.
+A piece of work is named by the file that it produces. A claim is a small file beside it, which its
+worker touches regularly. A claim is taken over when it has not been touched for a while, or when
+its process, on the same machine, no longer exists. The file system must support hard links.
 """
 
 import os
@@ -17,70 +17,70 @@ from uuid import uuid4
 from foretrace import _io
 from foretrace.errors import InvalidFileError
 
-BEAT_SECONDS = 10.0  # how often a worker says that it is alive
-STALE_SECONDS = 60.0  # how long others believe it
-LOOK_SECONDS = 1.0  # how often to look whether others are done, or gone
+HEARTBEAT_SECONDS = 10.0  # how often a worker touches its claim
+STALE_SECONDS = 60.0  # age at which others take a claim over
+POLL_SECONDS = 1.0  # how often to check whether other workers have finished or died
 
 
-def share(
+def share_work(
     paths: Sequence[Path],
     work: Callable[[int, Path], None],
     *,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Do the work that makes each path, beside any number of workers who do the same.
+    """Produce all paths, together with any number of workers that call the same function.
 
-    `work` is called with what nobody else has done or is at. Returns when all paths are there, or
-    `until` says that they are no longer needed: what others are at is waited for, and taken over if
-    they die.
+    `work` is called with the number and the path of each file that no other worker has produced or
+    claimed. The function returns when all paths exist, or when `until` returns True. It waits for
+    files that others have claimed, and takes their claims over if they die.
     """
-    while not until() and (waiting := [n for n, path in enumerate(paths) if not path.exists()]):
+    while not until() and (missing := [n for n, path in enumerate(paths) if not path.exists()]):
         idle = True
-        for number in waiting:
-            with claimed(paths[number]) as mine:
-                if mine and not until():
+        for number in missing:
+            with claim_work(paths[number]) as claimed:
+                if claimed and not until():
                     work(number, paths[number])
                     idle = False
         if idle:
-            time.sleep(LOOK_SECONDS)
-    for path in paths:  # someone may have died between finishing and saying so
-        _tidy(path)
+            time.sleep(POLL_SECONDS)
+    for path in paths:  # a worker may have died between finishing and releasing its claim
+        _remove_abandoned_claim(path)
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Claim the work that will become `path`; False if it is done, or another worker is at it."""
-    claim = _claim(path)
-    name = None if path.exists() else _take(claim)
-    if name is None:
+def claim_work(path: Path) -> Iterator[bool]:
+    """Claim the work that produces `path`; yield False if it exists or is claimed by another."""
+    claim = _claim_path(path)
+    claim_id = None if path.exists() else _acquire(claim)
+    if claim_id is None:
         yield False
         return
-    done = Event()
-    beat = Thread(target=_keep_alive, args=(claim, name, done), daemon=True)
-    beat.start()
+    released = Event()
+    heartbeat = Thread(target=_keep_alive, args=(claim, claim_id, released), daemon=True)
+    heartbeat.start()
     try:
-        yield not path.exists()  # it may have been finished just before the claim was free
+        yield not path.exists()  # another worker may have finished just before it was claimed
     finally:
-        done.set()
-        beat.join()
-        if _name(claim) == name:
+        released.set()
+        heartbeat.join()
+        if _read_id(claim) == claim_id:
             claim.unlink(missing_ok=True)
 
 
-def _claim(path: Path) -> Path:
+def _claim_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.claim")
 
 
-def _take(claim: Path) -> str | None:
-    """Claim, under a name that nobody else has: give it, or None if another worker holds it."""
-    name = uuid4().hex
-    owner = {"name": name, "host": _host(), "process": os.getpid()}
+def _acquire(claim: Path) -> str | None:
+    """Write a claim under a unique id; return the id, or None if another worker holds the claim."""
+    claim_id = uuid4().hex
+    owner = {"name": claim_id, "host": _host(), "process": os.getpid()}
     for _ in range(2):
         try:
             with _io.atomic_write(claim, replace=False) as scratch:
                 scratch.write_text(_io.to_json(claim, owner), "utf-8")
-                now = scratch.stat().st_mtime  # by the clock of whoever keeps the files
-            return name
+                now = scratch.stat().st_mtime  # by the clock of the file server
+            return claim_id
         except FileExistsError:
             if not _remove_if_abandoned(claim, now):
                 return None
@@ -88,58 +88,59 @@ def _take(claim: Path) -> str | None:
 
 
 def _remove_if_abandoned(claim: Path, now: float) -> bool:
-    """Remove a claim whose worker is gone, and what it had half written; whether it is free."""
+    """Remove the claim and the partial files of a dead worker; return whether the claim is free."""
     try:
         age = now - claim.stat().st_mtime
         owner = _io.read_json(claim)
     except (FileNotFoundError, InvalidFileError):
-        return True  # given up in this very moment
-    gone = owner.get("host") == _host() and not _alive(int(owner.get("process", 0)))
-    if not gone and age <= STALE_SECONDS:
+        return True  # released at this moment
+    dead = owner.get("host") == _host() and not _process_exists(int(owner.get("process", 0)))
+    if not dead and age <= STALE_SECONDS:
         return False
-    # Others may do the same right now: whoever renames it has it, if it is still the dead one's.
+    # Several workers may get here at once. Only one can rename the claim; it then checks that this
+    # is still the dead worker's claim, and not one that another has written in the meantime.
     aside = claim.with_name(f"{claim.name}.{uuid4().hex}")
     try:
         claim.rename(aside)
     except FileNotFoundError:
         return True
-    if _name(aside) != owner.get("name"):
+    if _read_id(aside) != owner.get("name"):
         with suppress(FileExistsError):
             claim.hardlink_to(aside)
         aside.unlink()
         return False
     aside.unlink()
-    for scrap in claim.parent.glob(f"{claim.name.removesuffix('.claim')}.*.partial"):
-        scrap.unlink(missing_ok=True)
+    for partial in claim.parent.glob(f"{claim.name.removesuffix('.claim')}.*.partial"):
+        partial.unlink(missing_ok=True)
     return True
 
 
-def _tidy(path: Path) -> None:
-    claim = _claim(path)
+def _remove_abandoned_claim(path: Path) -> None:
+    claim = _claim_path(path)
     if claim.exists():
         _remove_if_abandoned(claim, time.time())
 
 
-def _name(claim: Path) -> str | None:
+def _read_id(claim: Path) -> str | None:
     try:
-        name: str | None = _io.read_json(claim).get("name")
+        claim_id: str | None = _io.read_json(claim).get("name")
     except (FileNotFoundError, InvalidFileError):
         return None
-    return name
+    return claim_id
 
 
 def _host() -> str:
-    """Name the machine, and the processes that can be seen from here."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # where there is /proc: this boot, this container
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(parts)
+    """Identify the machine, its boot, and the namespace of its process ids."""
+    names = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
+        names.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(names)
 
 
-def _alive(process: int) -> bool:
+def _process_exists(process_id: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(process_id, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -147,8 +148,8 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _keep_alive(claim: Path, name: str, done: Event) -> None:
-    while not done.wait(BEAT_SECONDS):
-        with suppress(OSError):  # a file system may be away for a moment
-            if _name(claim) == name:
+def _keep_alive(claim: Path, claim_id: str, released: Event) -> None:
+    while not released.wait(HEARTBEAT_SECONDS):
+        with suppress(OSError):  # a network file system may be unavailable for a moment
+            if _read_id(claim) == claim_id:
                 os.utime(claim)

@@ -1,4 +1,4 @@
-"""The few directions in which an LM's hidden states differ most."""
+"""Principal axes of an LM's hidden states."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -10,26 +10,26 @@ from torch.nn.functional import normalize
 
 @dataclass(frozen=True)
 class Basis:
-    """Principal axes of hidden states, the strong ones toned down.
+    """A projection of hidden states to their principal axes, with the strong axes damped.
 
-    Clustering needs a hundred dimensions, not thousands: less to store and to compare. An axis is
-    divided by the fourth root of its variance, halfway to all being equal: else the few strongest
-    would decide alone.
+    k-means needs a hundred dimensions, not thousands: fewer to store and to compare. Each axis is
+    divided by the fourth root of its variance, which is halfway to whitening. Otherwise the few
+    strongest axes would dominate the distances.
     """
 
     mean: Tensor  # (d,)
     axes: Tensor  # (d, r)
 
     @classmethod
-    def of(cls, hidden: Tensor, dimensions: int) -> Self:
-        """Find the axes of (m, d) hidden states; fewer than asked for if there are no more."""
+    def fit(cls, hidden: Tensor, dimensions: int) -> Self:
+        """Compute the axes of (m, d) hidden states, at most `dimensions`."""
         unit = normalize(hidden.double(), dim=-1)
         mean = unit.mean(0)
         variances, axes = torch.linalg.eigh((unit - mean).T @ (unit - mean) / len(unit))
         variances, axes = variances[-dimensions:], axes[:, -dimensions:]
-        real = variances > 1e-9 * variances[-1]
-        return cls(mean.float(), (axes[:, real] / variances[real] ** 0.25).float())
+        nonzero = variances > 1e-9 * variances[-1]
+        return cls(mean.float(), (axes[:, nonzero] / variances[nonzero] ** 0.25).float())
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Give directions: (..., d) -> (..., r), of unit length."""
+        """Project hidden states to vectors of unit length: (..., d) -> (..., r)."""
         return normalize((normalize(hidden.float(), dim=-1) - self.mean) @ self.axes, dim=-1)

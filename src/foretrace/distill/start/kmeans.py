@@ -1,4 +1,4 @@
-"""k-means over vectors that are streamed, not held: faiss finds the nearest centroids."""
+"""k-means over vectors that are streamed from disk; faiss searches the nearest centroids."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,31 +9,31 @@ from torch import Tensor
 
 from foretrace.errors import InvalidInputError
 
-NUDGE = 1 / 1024  # how far the halves of a split cluster start apart
+NUDGE = 1 / 1024  # relative distance between the halves of a cluster that is split
 
 Stream = Callable[[], Iterable[Tensor]]
-"""Gives the same blocks of vectors, (n, d) float32, every time it is called."""
+"""Returns the same blocks of vectors, (n, d) float32, at every call."""
 
 
-def first_centroids(stream: Stream, count: int, seed: int) -> Tensor:
-    """Choose `count` of the vectors at random, each as likely: (count, d)."""
+def initial_centroids(stream: Stream, count: int, seed: int) -> Tensor:
+    """Choose `count` of the vectors uniformly at random, without replacement: (count, d)."""
     total = sum(len(block) for block in stream())
     if total < count:
         raise InvalidInputError(
-            f"{count} clusters need as many vectors, but there are {total}. Give fewer states, or "
-            f"more sequences."
+            f"{count} clusters need at least as many vectors, but there are {total}. Use fewer "
+            f"states, or more sequences."
         )
     chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))
-    found, before = [], 0
+    centroids, offset = [], 0
     for block in stream():
-        here = chosen[(chosen >= before) & (chosen < before + len(block))] - before
-        found.append(block[torch.from_numpy(here)])
-        before += len(block)
-    return torch.cat(found)
+        local = chosen[(chosen >= offset) & (chosen < offset + len(block))] - offset
+        centroids.append(block[torch.from_numpy(local)])
+        offset += len(block)
+    return torch.cat(centroids)
 
 
-def require_faiss() -> Any:  # it is not typed
-    """Import faiss, or say how to get it."""
+def require_faiss() -> Any:  # faiss is not typed
+    """Import faiss, or raise an error that says how to install it."""
     try:
         import faiss
     except ImportError:
@@ -44,8 +44,8 @@ def require_faiss() -> Any:  # it is not typed
     return faiss
 
 
-class Nearest:
-    """Finds the nearest of (k, d) centroids, on all GPUs that faiss sees, else on the CPU."""
+class NearestCentroid:
+    """A search for the nearest of (k, d) centroids, on all GPUs that faiss sees, or on the CPU."""
 
     def __init__(self, centroids: Tensor) -> None:
         faiss = require_faiss()
@@ -56,29 +56,29 @@ class Nearest:
         self._index = index
 
     def __call__(self, block: Tensor) -> Tensor:
-        """Give the number of the centroid nearest to each of (n, d) vectors: (n,)."""
+        """Return the index of the centroid nearest to each of (n, d) vectors: (n,)."""
         _, nearest = self._index.search(block.numpy(), 1)
         return torch.from_numpy(nearest[:, 0])
 
 
-def improve(stream: Stream, centroids: Tensor) -> Tensor:
-    """Move each centroid to the mean of the vectors nearest to it: one pass, (k, d).
+def lloyd_step(stream: Stream, centroids: Tensor) -> Tensor:
+    """Move each centroid to the mean of the vectors nearest to it, in one pass: (k, d).
 
-    A centroid that no vector is nearest to takes half of a large cluster.
+    A centroid without vectors takes half of a large cluster.
     """
-    nearest = Nearest(centroids)
+    nearest = NearestCentroid(centroids)
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     sizes = torch.zeros(len(centroids), dtype=torch.float64)
     for block in stream():
-        which = nearest(block)
-        sums.index_add_(0, which, block.double())
-        sizes += torch.bincount(which, minlength=len(centroids))
+        assignment = nearest(block)
+        sums.index_add_(0, assignment, block.double())
+        sizes += torch.bincount(assignment, minlength=len(centroids))
     moved = sums.div_(sizes.clamp_min(1)[:, None]).to(centroids.dtype)
     empty = (sizes == 0).nonzero()[:, 0]
-    empty = empty[: len(sizes) - len(empty)]  # no more than there are clusters to halve
+    empty = empty[: len(sizes) - len(empty)]  # at most one per cluster that can be split
     moved[sizes == 0] = centroids[sizes == 0]
     largest = sizes.argsort(descending=True)[: len(empty)]
-    apart = moved[largest] * NUDGE
-    apart[:, ::2] *= -1
-    moved[empty], moved[largest] = moved[largest] + apart, moved[largest] - apart
+    offset = moved[largest] * NUDGE
+    offset[:, ::2] *= -1
+    moved[empty], moved[largest] = moved[largest] + offset, moved[largest] - offset
     return moved

@@ -1,9 +1,9 @@
-"""Where EM starts: latent variable distillation, states that the LM's own hidden states suggest.
+"""Latent variable distillation: build the HMM that EM starts from out of an LM's hidden states.
 
-A state of an HMM does two things: it speaks a token, and it decides what comes next. So a token's
-place is described by two of the LM's hidden states: the one that predicts the token, and the one
-that has read it, in the few directions in which hidden states differ most. k-means over these pairs
-gives every place a state; counting states and tokens gives the three tables.
+A state of an HMM emits a token and determines what follows. So each position of a text is described
+by two hidden states of the LM: the one that predicts the token, and the one that has read it, both
+projected to their principal axes. k-means over these pairs assigns a state to every position.
+Counting states and tokens gives the three tables.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,35 +18,48 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foretrace import _io
-from foretrace.distill.sampling.corpus import Corpus, Split
-from foretrace.distill.sampling.work_claims import share
+from foretrace.distill.sampling.corpus import Corpus, ShardSplit
+from foretrace.distill.sampling.work_claims import share_work
 from foretrace.distill.start import kmeans
 from foretrace.distill.start.basis import Basis
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 
-FILE_ROWS = 128  # rows in a file of hidden states: 1 MB at 128 dimensions and 32 tokens
-COMMON_SPEECH = 0.1  # share of what a state says that all states have in common
-COMMON_MOVES = 0.02  # share of where a state goes that all states have in common
+FILE_ROWS = 128  # rows per file of hidden states: 1 MB at 128 dimensions and 32 tokens
+SHARED_EMISSION = 0.1  # weight of the common token distribution in the emission of every state
+SHARED_TRANSITION = 0.02  # weight of the common state distribution in every transition
 
-Reader = Callable[[Tensor], Tensor]
-"""Gives the LM's hidden states around the tokens of (n, T) rows: (n, T + 1, d)."""
+HiddenStates = Callable[[Tensor], Tensor]
+"""Computes the LM's hidden states of (n, T) rows: (n, T + 1, d)."""
 Observer = Callable[[int, int], None]
-"""Is told how much is done, and of how much."""
+"""Receives how many units of work are done, and their total."""
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """How to find states in an LM's hidden states."""
+    """Settings of latent variable distillation.
+
+    Attributes:
+        places_per_state: Number of token positions to cluster, per state.
+        dimensions: Number of principal axes of the hidden states.
+        iterations: Passes of k-means.
+        persistence: Weight of the mean hidden state of a row. Above 0, positions of rows with a
+            similar subject share states.
+        seed: Seed of the choice of rows and of the first centroids.
+
+    Raises:
+        InvalidInputError: If a setting is out of range.
+
+    Example:
+        >>> from foretrace.distill import LatentConfig
+        >>> LatentConfig(places_per_state=256).rows(states=1024, length=32)
+        8192
+    """
 
     places_per_state: int = 256
-    """Tokens to read for each state, in rows taken from all over the corpus."""
     dimensions: int = 128
-    """Directions of hidden states that are kept."""
     iterations: int = 10
-    """Passes of k-means."""
     persistence: float = 0.0
-    """Weight of what a whole row is about: above 0, places of like subject share states."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,23 +71,39 @@ class LatentConfig:
             )
 
     def rows(self, states: int, length: int) -> int:
-        """How many rows to read, if there are as many."""
+        """Return the number of rows whose hidden states are clustered.
+
+        Args:
+            states: The number of states of the HMM.
+            length: Tokens per row.
+
+        Returns:
+            The number of rows, if the corpus has as many.
+        """
         return -(-self.places_per_state * states // length)
 
 
 class Block(NamedTuple):
-    """Some rows, and the vectors of those places that are text, not its end."""
+    """Some rows, and the feature vectors of their positions before the end of text."""
 
     tokens: Tensor  # (n, T)
-    text: Tensor  # (n, T): where text is
-    vectors: Tensor  # (places, d)
+    mask: Tensor  # (n, T): positions before the end of text
+    vectors: Tensor  # (positions, d)
 
 
-class Latents:
-    """Hidden states of some rows of a corpus, in files of a folder; memory holds one at a time."""
+class LatentStart:
+    """Hidden states of some rows of a corpus, stored in files, and the HMM that they give.
+
+    Memory holds one file at a time. Every stage resumes from the files that exist.
+    """
 
     def __init__(
-        self, corpus: Corpus, split: list[Split], states: int, config: LatentConfig, folder: Path
+        self,
+        corpus: Corpus,
+        split: list[ShardSplit],
+        states: int,
+        config: LatentConfig,
+        folder: Path,
     ) -> None:
         eos = corpus.manifest.eos_token_id
         if eos is None or states < 2:
@@ -84,112 +113,110 @@ class Latents:
             )
         self.corpus, self.split, self.config = corpus, split, config
         self.eos, self.states = eos, states
-        self.pieces = list(_pieces(split, config.rows(states, corpus.manifest.length), config.seed))
+        num_rows = config.rows(states, corpus.manifest.length)
+        self.pieces = list(_choose_pieces(split, num_rows, config.seed))
         self.folder = folder
         self.paths = [folder / f"hidden-{n:06d}.safetensors" for n in range(len(self.pieces))]
-        self.basis = folder / "basis.safetensors"
-        self.centroids = folder / f"centroids-{states}-{config.persistence:g}.safetensors"
+        self.basis_path = folder / "basis.safetensors"
+        self.centroids_path = folder / f"centroids-{states}-{config.persistence:g}.safetensors"
 
     @property
     def complete(self) -> bool:
-        """Whether everything has been read."""
+        """Whether all files of hidden states exist."""
         return all(path.exists() for path in self.paths)
 
-    def read(
+    def compute_hidden_states(
         self,
-        reader: Reader,
+        hidden_states: HiddenStates,
         observe: Observer | None = None,
         *,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Let the LM read what it has not read yet, beside any other worker on the same folder.
+        """Write the missing files of hidden states, together with other workers on the folder.
 
-        Stops early if `until` says that it is no longer needed.
+        It stops early when `until` returns True.
         """
 
-        def find_basis(_number: int, path: Path) -> None:
-            rows = self._rows(*self.pieces[0])  # one file has places enough
-            found = Basis.of(
-                reader(rows)[:, 1:][before_end(rows, self.eos)], self.config.dimensions
-            )
-            _io.write_tensors(path, {"mean": found.mean, "axes": found.axes}, {})
+        def fit_basis(_number: int, path: Path) -> None:
+            rows = self._rows(*self.pieces[0])  # one file has enough positions
+            mask = before_end_mask(rows, self.eos)
+            basis = Basis.fit(hidden_states(rows)[:, 1:][mask], self.config.dimensions)
+            _io.write_tensors(path, {"mean": basis.mean, "axes": basis.axes}, {})
 
-        share([self.basis], find_basis, until=until)
+        share_work([self.basis_path], fit_basis, until=until)
         if until():
             return
-        basis = Basis(**_io.read_tensors(self.basis)[0])
+        basis = Basis(**_io.read_tensors(self.basis_path)[0])
 
-        def work(number: int, path: Path) -> None:
+        def write_file(number: int, path: Path) -> None:
             rows = self._rows(*self.pieces[number])
-            _io.write_tensors(path, {"tokens": rows, "hidden": basis(reader(rows)).half()}, {})
+            hidden = basis(hidden_states(rows)).half()
+            _io.write_tensors(path, {"tokens": rows, "hidden": hidden}, {})
             if observe is not None:
                 observe(len(list(path.parent.glob("hidden-*"))), len(self.paths))
 
-        share(self.paths, work, until=until)
+        share_work(self.paths, write_file, until=until)
 
     def _rows(self, number: int, piece: int) -> Tensor:
-        part = self.split[number]
-        order = np.random.default_rng([self.config.seed, number]).permutation(part.training)
-        mine = order[piece * FILE_ROWS : (piece + 1) * FILE_ROWS]
-        return self.corpus.read(part.shard).long()[torch.from_numpy(mine)]
+        """Read the rows of a piece: FILE_ROWS training rows of a shard, in random order."""
+        shard, training_rows = self.split[number].shard, self.split[number].training_rows
+        order = np.random.default_rng([self.config.seed, number]).permutation(training_rows)
+        chosen = order[piece * FILE_ROWS : (piece + 1) * FILE_ROWS]
+        return self.corpus.read(shard).long()[torch.from_numpy(chosen)]
 
     def blocks(self) -> Iterator[Block]:
-        """Go through the files."""
+        """Read the files one by one."""
         for path in self.paths:
             tensors, _ = _io.read_tensors(path)
             tokens, hidden = tensors["tokens"], tensors["hidden"].float()
-            text = before_end(tokens, self.eos)
-            yield Block(tokens, text, vectors(hidden, text, self.config.persistence))
+            mask = before_end_mask(tokens, self.eos)
+            yield Block(tokens, mask, feature_vectors(hidden, mask, self.config.persistence))
 
     def cluster(self, observe: Observer | None = None) -> Tensor:
-        """Find the centroids, going on from the last pass that was finished: (h - 1, d)."""
-        passed = 0
-        if self.centroids.exists():
-            tensors, metadata = _io.read_tensors(self.centroids)
-            found, passed = tensors["centroids"].clone(), int(metadata["passes"])
+        """Compute the centroids by k-means, resuming after the last complete pass: (h - 1, d)."""
+        passes = 0
+        if self.centroids_path.exists():
+            tensors, metadata = _io.read_tensors(self.centroids_path)
+            centroids, passes = tensors["centroids"].clone(), int(metadata["passes"])
         else:
-            found = kmeans.first_centroids(self._stream, self.states - 1, self.config.seed)
-        for number in range(passed + 1, self.config.iterations + 1):
-            found = kmeans.improve(self._stream, found)
-            _io.write_tensors(self.centroids, {"centroids": found}, {"passes": str(number)})
+            centroids = kmeans.initial_centroids(self._stream, self.states - 1, self.config.seed)
+        for number in range(passes + 1, self.config.iterations + 1):
+            centroids = kmeans.lloyd_step(self._stream, centroids)
+            metadata = {"passes": str(number)}
+            _io.write_tensors(self.centroids_path, {"centroids": centroids}, metadata)
             if observe is not None:
                 observe(number, self.config.iterations)
-        return found
+        return centroids
 
     def _stream(self) -> Iterator[Tensor]:
         return (block.vectors for block in self.blocks())
 
-    def remove(self) -> None:
-        """Remove the files, once they are counted: they are large."""
+    def remove_files(self) -> None:
+        """Remove the files, which are large, once they are no longer needed."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink(missing_ok=True)
 
-    def start(self, centroids: Tensor) -> HMM:
-        """Count which state follows which and what each says: the HMM to start EM from.
+    def build_hmm(self, centroids: Tensor) -> HMM:
+        """Build the HMM that EM starts from, by counting states and tokens.
 
-        The last state is the end of text. What was never seen stays possible: all states share a
-        part of their speech, and every move has a small count.
+        The last state is the end of text. Unseen events stay possible: every emission and every
+        transition is mixed with a distribution that all states share.
         """
         manifest, states = self.corpus.manifest, self.states
         initial = torch.zeros(states)
-        moves = torch.zeros(states * states)
-        speech = torch.zeros(manifest.vocab_size * states)
-        nearest = kmeans.Nearest(centroids)
+        transition_counts = torch.zeros(states * states)
+        emission_counts = torch.zeros(manifest.vocab_size * states)
+        nearest = kmeans.NearestCentroid(centroids)
         for block in self.blocks():
             state = torch.full_like(block.tokens, states - 1)
-            state[block.text] = nearest(block.vectors)
+            state[block.mask] = nearest(block.vectors)
             initial += torch.bincount(state[:, 0], minlength=states)
-            _count(moves, state[:, :-1] * states + state[:, 1:])
-            _count(speech, block.tokens * states + state)
-        emission = _spoken(speech.view(-1, states), self.eos)
-        transition = moves.view(states, states)
-        common = transition.sum(0) + 1.0
-        common /= common.sum()
-        initial = (1 - COMMON_MOVES) * initial / initial.sum() + COMMON_MOVES * common
-        transition += COMMON_MOVES * transition.sum(1, keepdim=True).clamp_min(1.0) * common
-        transition /= transition.sum(1, keepdim=True)
-        transition[-1] = 0.0
-        transition[-1, -1] = 1.0
+            _add_counts(transition_counts, state[:, :-1] * states + state[:, 1:])
+            _add_counts(emission_counts, block.tokens * states + state)
+        emission = _emission_from_counts(emission_counts.view(-1, states), self.eos)
+        initial, transition = _transition_from_counts(
+            initial, transition_counts.view(states, states)
+        )
         config = HMMConfig(
             eos_token_ids=(self.eos,),
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
@@ -198,55 +225,68 @@ class Latents:
         return HMM(initial, transition, emission, config)
 
 
-def before_end(tokens: Tensor, eos_token_id: int) -> Tensor:
-    """Mark where text is in (n, T) rows: all before the first end of text."""
+def before_end_mask(tokens: Tensor, eos_token_id: int) -> Tensor:
+    """Mark the positions of (n, T) rows before the first end-of-text token."""
     return (tokens == eos_token_id).cumsum(1) == 0
 
 
-def vectors(hidden: Tensor, text: Tensor, persistence: float) -> Tensor:
-    """Describe each place that is text: (n, T + 1, r) hidden, (n, T) text -> (places, 2r or 3r).
+def feature_vectors(hidden: Tensor, mask: Tensor, persistence: float) -> Tensor:
+    """Describe each masked position: (n, T + 1, r) hidden, (n, T) mask -> (positions, 2r or 3r).
 
-    What predicts the token, what has read it, and with persistence what the row is about.
+    A vector holds the hidden state that predicts the token, the one that has read it, and, if
+    `persistence` is above 0, the direction of the row's mean hidden state.
     """
-    parts = [hidden[:, :-1], hidden[:, 1:]]
+    features = [hidden[:, :-1], hidden[:, 1:]]
     if persistence:
-        subject = normalize((hidden[:, 1:] * text[..., None]).sum(1, keepdim=True), dim=-1)
-        parts.append(persistence * subject.expand_as(parts[0]))
-    return torch.cat(parts, -1)[text]
+        subject = normalize((hidden[:, 1:] * mask[..., None]).sum(1, keepdim=True), dim=-1)
+        features.append(persistence * subject.expand_as(features[0]))
+    return torch.cat(features, -1)[mask]
 
 
-def _pieces(split: list[Split], rows: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Choose pieces of shards, by turns so that none is favoured, until there are enough rows."""
+def _choose_pieces(split: list[ShardSplit], rows: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Choose pieces of all shards in turn, as (shard, piece), until they hold `rows` rows."""
     order = np.random.default_rng(seed).permutation(len(split))
     for piece in count():
-        if all(piece * FILE_ROWS >= part.training for part in split):
-            return  # that was all there is
+        if all(piece * FILE_ROWS >= shard.training_rows for shard in split):
+            return  # the corpus is exhausted
         for number in order:
-            here = min(FILE_ROWS, split[number].training - piece * FILE_ROWS)
-            if here > 0:
+            piece_rows = min(FILE_ROWS, split[number].training_rows - piece * FILE_ROWS)
+            if piece_rows > 0:
                 yield int(number), piece
-                rows -= here
+                rows -= piece_rows
             if rows <= 0:
                 return
 
 
-def _count(table: Tensor, codes: Tensor) -> None:
-    """Add to a flat table how often each code occurs."""
-    found, often = torch.unique(codes, return_counts=True)
-    table[found] += often
+def _add_counts(table: Tensor, codes: Tensor) -> None:
+    """Add the number of occurrences of each code to a flat table."""
+    distinct, occurrences = torch.unique(codes, return_counts=True)
+    table[distinct] += occurrences
 
 
-def _spoken(counts: Tensor, eos: int) -> Tensor:
-    """Turn (V, h) counts into p(x | z), in place: each state's own speech, and the common one."""
+def _transition_from_counts(initial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert (h,) and (h, h) counts to probabilities, the latter in place."""
+    common = counts.sum(0) + 1.0
+    common /= common.sum()
+    initial = (1 - SHARED_TRANSITION) * initial / initial.sum() + SHARED_TRANSITION * common
+    counts += SHARED_TRANSITION * counts.sum(1, keepdim=True).clamp_min(1.0) * common
+    counts /= counts.sum(1, keepdim=True)
+    counts[-1] = 0.0
+    counts[-1, -1] = 1.0
+    return initial, counts
+
+
+def _emission_from_counts(counts: Tensor, eos: int) -> Tensor:
+    """Convert (V, h) counts to p(x | z), in place, mixed with the common token distribution."""
     counts[eos], counts[:, -1] = 0.0, 0.0
     common = counts.sum(1) + 1.0
     common[eos] = 0.0
     common /= common.sum()
     total = counts.sum(0)
-    own = torch.where(total > 0, 1 - COMMON_SPEECH, 0.0)  # a state without a place has no own
-    counts *= own / total.clamp_min(1)
-    for some in torch.split(torch.arange(len(counts)), 1024):
-        counts[some] += common[some, None] * (1 - own)
+    weight = torch.where(total > 0, 1 - SHARED_EMISSION, 0.0)  # 0 for a state without positions
+    counts *= weight / total.clamp_min(1)
+    for tokens in torch.split(torch.arange(len(counts)), 1024):
+        counts[tokens] += common[tokens, None] * (1 - weight)
     counts[:, -1] = 0.0
     counts[eos, -1] = 1.0
     return counts
