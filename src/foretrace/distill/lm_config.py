@@ -20,7 +20,8 @@ class LMConfig:
     Attributes:
         engine: The engine that samples: `"transformers"` or `"vllm"`. transformers always computes
             the hidden states.
-        dtype: The dtype of the model, or `"auto"`.
+        dtype: The dtype of the model, or `"auto"`: bfloat16 where the hardware has it natively,
+            else float16 on GPUs and float32 on CPUs.
         end_of_text: The token that begins and ends texts, if not the tokenizer's own.
         device: The device of transformers; vLLM chooses its devices itself.
         options: Further options of the engine, such as `tensor_parallel_size` or `max_num_seqs`.
@@ -91,9 +92,10 @@ class LMConfig:
         if options is None:
             same_engine = self.engine == "transformers"
             options = self.options if same_engine else tokenizer_options(self.options)
-        source = TransformersSource.load(
-            name, end_of_text_token=self.end_of_text, dtype=self.dtype, **options
+        return TransformersSource.load(
+            name,
+            end_of_text_token=self.end_of_text,
+            dtype=self.dtype,
+            device=self.device,
+            **options,
         )
-        if "device_map" not in options:
-            source.model.to(self.device)  # type: ignore[arg-type]
-        return source

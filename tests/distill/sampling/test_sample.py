@@ -15,6 +15,8 @@ from foretrace.errors import InvalidFileError, InvalidInputError
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
+from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.sampling import transformers_source
 from foretrace.distill.sampling.transformers_source import TransformersSource
 
 
@@ -37,7 +39,7 @@ def test_first_tokens_follow_the_distribution_of_the_lm(source: TransformersSour
 def test_a_prefix_conditions_its_row_alone(
     source: TransformersSource,
 ) -> None:
-    """Rows of other lengths in the batch have no effect: padding is masked."""
+    """Rows of other lengths in the batch have no effect: padding is mdevices."""
     prefix = [5, 9, 11]
     with torch.no_grad():
         logits = source.model(torch.tensor([[0, *prefix]])).logits[0, -1]
@@ -150,6 +152,24 @@ def test_a_batch_halves_when_memory_runs_out(
     monkeypatch.setattr(source, "batch_size", 1)
     with pytest.raises(InvalidInputError, match="single sequence"):
         source._shrink(MemoryError())
+
+
+@pytest.mark.parametrize("native", [torch.bfloat16, torch.float32])
+def test_the_default_dtype_follows_the_hardware(
+    native: torch.dtype, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+
+    def default_dtype(device: str) -> torch.dtype:
+        devices.append(device)
+        return native
+
+    monkeypatch.setattr(transformers_source, "default_dtype", default_dtype)
+    assert TransformersSource.load(str(tiny_lm)).model.dtype is native
+    assert LMConfig().load_transformers(str(tiny_lm)).model.dtype is native
+    assert devices == ["cpu", "cpu"]
+    explicit = TransformersSource.load(str(tiny_lm), dtype="float64")
+    assert explicit.model.dtype is torch.float64
 
 
 def test_a_missing_model(tmp_path: Path) -> None:

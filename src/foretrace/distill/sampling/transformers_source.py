@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretrace._hardware import default_dtype
 from foretrace.distill.sampling.source import (
     encode,
     end_of_text_id,
@@ -40,14 +41,33 @@ class TransformersSource:
 
     @classmethod
     def load(
-        cls, name: str, *, end_of_text_token: str | None = None, **options: Any
+        cls,
+        name: str,
+        *,
+        end_of_text_token: str | None = None,
+        dtype: "str | torch.dtype" = "auto",
+        device: str = "cpu",
+        **options: Any,
     ) -> "TransformersSource":
-        """Load a model by folder or hub id; `options` go to `from_pretrained`."""
+        """Load a model by folder or hub id; `options` go to `from_pretrained`.
+
+        With the dtype `"auto"`, the device decides. A `device_map` among the options replaces
+        `device`.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+        if "device_map" in options:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = default_dtype(device)
         tokenizer, model = load_tokenizer_and_model(
-            name, AutoTokenizer, partial(AutoModelForCausalLM.from_pretrained, name), options
+            name,
+            AutoTokenizer,
+            partial(AutoModelForCausalLM.from_pretrained, name),
+            {"dtype": dtype, **options},
         )
+        if "device_map" not in options:
+            model.to(device)
         # A model's generation config may change the distribution, by a repetition penalty for
         # example, and `generate` reads every setting from it that is not passed.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrace._hardware import default_dtype
 from foretrace.distill.sampling.source import (
     encode,
     end_of_text_id,
@@ -45,20 +46,33 @@ class VLLMSource:
 
     @classmethod
     def load(
-        cls, name: str, *, end_of_text_token: str | None = None, **options: Any
+        cls,
+        name: str,
+        *,
+        end_of_text_token: str | None = None,
+        dtype: "str | torch.dtype" = "auto",
+        **options: Any,
     ) -> "VLLMSource":
-        """Load a model by folder or hub id; `options` go to `vllm.LLM`."""
+        """Load a model by folder or hub id; `options` go to `vllm.LLM`.
+
+        With the dtype `"auto"`, the CPU decides, or vLLM on a GPU.
+        """
         from transformers import AutoTokenizer
 
         try:
             from vllm import LLM
+            from vllm.platforms import current_platform
         except ImportError:
             raise InvalidInputError(
                 "vLLM is not installed in this environment: pip install 'foretrace[vllm]', or use "
                 "--engine transformers."
             ) from None
+        # On a CPU, vLLM would choose bfloat16 even if it is emulated. On a GPU it chooses a dtype
+        # that the GPU supports; to ask the GPU here would initialise CUDA before vLLM forks.
+        if dtype == "auto" and current_platform.is_cpu():
+            dtype = default_dtype("cpu")
         tokenizer, engine = load_tokenizer_and_model(
-            name, AutoTokenizer, partial(LLM, model=name), options
+            name, AutoTokenizer, partial(LLM, model=name), {"dtype": dtype, **options}
         )
         eos_token_id = end_of_text_id(tokenizer, end_of_text_token)
         return cls(public_name(name), engine, tokenizer, eos_token_id)
