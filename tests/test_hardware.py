@@ -1,7 +1,8 @@
-"""The default dtype of a language model, on CPUs and GPUs that are simulated."""
+"""The default dtype on simulated hardware, and the division of cores among processes."""
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from foretrace import _hardware
-from foretrace._hardware import default_dtype, describe_dtype
+from foretrace._hardware import available_cores, default_dtype, describe_dtype, share_cores
 
 
 def cpuinfo(path: Path, *flags: str) -> Path:
@@ -60,6 +61,34 @@ def test_cuda(native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
 def test_other_devices_run_in_float32() -> None:
     assert default_dtype("mps") is torch.float32
     assert describe_dtype("mps") == "float32 (the safe choice on mps)"
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "within"), [(1, 6, 6), (2, 6, 4), (3, 6, 2), (20, 6, 1), (2, 1, 1)]
+)
+def test_processes_share_the_cores(
+    processes: int,
+    before: int,
+    within: int,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_threads: None,
+) -> None:
+    monkeypatch.setattr(_hardware, "available_cores", lambda: 8)
+    torch.set_num_threads(before)
+    with share_cores(processes):
+        assert torch.get_num_threads() == within
+    assert torch.get_num_threads() == before
+
+
+def test_there_is_a_core() -> None:
+    assert available_cores() >= 1
 
 
 def test_importing_does_not_load_torch() -> None:

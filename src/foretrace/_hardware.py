@@ -1,8 +1,11 @@
-"""Choose settings that depend on the hardware: the dtype of a language model.
+"""Choose settings that depend on the hardware: the dtype of a language model, and threads.
 
 This module imports torch on first use, so that the command line can import it cheaply.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,3 +77,30 @@ def _bfloat16_flag() -> str | None:
             flags = value.split()
             return next((flag for flag in NATIVE_BFLOAT16 if flag in flags), None)
     return None
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def share_cores(processes: int) -> Iterator[None]:
+    """Limit torch's threads to this process's share of the cores.
+
+    Idle threads of torch spin while they wait. Processes with more threads than cores in total
+    therefore slow each other down severalfold.
+
+    Args:
+        processes: The number of processes on this machine that compute at the same time.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, max(1, available_cores() // processes)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 """Claims: one worker at a time, and claims of dead workers are taken over."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from foretrace import _hardware
 from foretrace.distill.sampling import work_claims
 from foretrace.distill.sampling.work_claims import claim_work, share_work
 
@@ -106,9 +109,7 @@ def test_sharing_waits_for_others_and_stops_early(tmp_path: Path) -> None:
     assert made == [0]
 
 
-def test_a_worker_touches_its_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_touches_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_claims, "HEARTBEAT_SECONDS", 0.01)
     path = tmp_path / "work"
     with claim_work(path) as claimed:
@@ -119,3 +120,30 @@ def test_a_worker_touches_its_claim(
                 break
             time.sleep(0.01)
         assert claim_of(path).stat().st_mtime > 1.0
+
+
+def test_workers_on_one_machine_share_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other workers are simulated by claims: one alive, one dead, one on another machine."""
+    monkeypatch.setattr(_hardware, "available_cores", lambda: 4)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    claims = [(work_claims._host(), os.getppid()), (work_claims._host(), dead.pid), ("other", 1)]
+    for number, (host, process) in enumerate(claims):
+        owner = {"name": "x", "host": host, "process": process}
+        claim_of(tmp_path / f"other-{number}").write_text(json.dumps(owner))
+    threads: list[int] = []
+
+    def make(number: int, path: Path) -> None:
+        threads.append(torch.get_num_threads())
+        path.touch()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        share_work([tmp_path / "work"], make)
+        assert threads == [2]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)

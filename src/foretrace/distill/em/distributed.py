@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foretrace._hardware import share_cores
+
 Result = TypeVar("Result")
 
 
@@ -79,6 +81,7 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[ProcessGroup]:
     """Connect the processes that torchrun started, by NCCL on GPUs and by gloo on CPUs.
 
     Without torchrun, or if the processes are connected already, nothing is connected or closed.
+    Inside the context, the processes on one machine divide its cores among them.
 
     Args:
         device: The device that this process trains on.
@@ -92,16 +95,17 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[ProcessGroup]:
         ...     group.rank, group.size
         (0, 1)
     """
-    if launched_group().size == 1 or dist.is_initialized():
-        yield current_group()
-        return
-    # The leader may write a large table while the others wait for it: hence the long timeout.
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(hours=6))
-    try:
-        yield current_group()
-    finally:
-        dist.destroy_process_group()
+    with share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        if launched_group().size == 1 or dist.is_initialized():
+            yield current_group()
+            return
+        # The leader may write a large table while the others wait for it: hence the long timeout.
+        backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        try:
+            yield current_group()
+        finally:
+            dist.destroy_process_group()
 
 
 def current_group() -> ProcessGroup:

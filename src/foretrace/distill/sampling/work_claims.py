@@ -15,6 +15,7 @@ from threading import Event, Thread
 from uuid import uuid4
 
 from foretrace import _io
+from foretrace._hardware import share_cores
 from foretrace.errors import InvalidFileError
 
 HEARTBEAT_SECONDS = 10.0  # how often a worker touches its claim
@@ -31,15 +32,17 @@ def share_work(
     """Produce all paths, together with any number of workers that call the same function.
 
     `work` is called with the number and the path of each file that no other worker has produced or
-    claimed. The function returns when all paths exist, or when `until` returns True. It waits for
-    files that others have claimed, and takes their claims over if they die.
+    claimed. Workers on the same machine divide its cores among them. The function returns when all
+    paths exist, or when `until` returns True. It waits for files that others have claimed, and
+    takes their claims over if they die.
     """
     while not until() and (missing := [n for n, path in enumerate(paths) if not path.exists()]):
         idle = True
         for number in missing:
             with claim_work(paths[number]) as claimed:
                 if claimed and not until():
-                    work(number, paths[number])
+                    with share_cores(_count_local_workers(paths[number].parent)):
+                        work(number, paths[number])
                     idle = False
         if idle:
             time.sleep(POLL_SECONDS)
@@ -65,6 +68,17 @@ def claim_work(path: Path) -> Iterator[bool]:
         heartbeat.join()
         if _read_id(claim) == claim_id:
             claim.unlink(missing_ok=True)
+
+
+def _count_local_workers(folder: Path) -> int:
+    """Count the processes on this machine that hold claims in a folder, this one included."""
+    host, processes = _host(), {os.getpid()}
+    for claim in folder.glob(".*.claim"):
+        with suppress(FileNotFoundError, InvalidFileError):  # released at this moment
+            owner = _io.read_json(claim)
+            if owner.get("host") == host and _process_exists(int(owner["process"])):
+                processes.add(int(owner["process"]))
+    return len(processes)
 
 
 def _claim_path(path: Path) -> Path:
