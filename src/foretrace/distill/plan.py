@@ -161,7 +161,7 @@ def _time_em(rows: Tensor, config: DistillConfig, device: str) -> Stage:
         size *= 2
     (small, short), (large, long) = times[-2] if len(times) > 1 else (0, 0.0), times[-1]
     row_seconds = max(0.0, long - short) / (large - small)
-    step_seconds = max(0.0, short - small * row_seconds)  # whatever the batch
+    step_seconds = max(0.0, short - small * row_seconds)  # per step, independent of the batch
     em = config.em
     training = max(1, config.sequences - em.held_out)
     steps = em.epochs * em.steps_per_epoch(training)

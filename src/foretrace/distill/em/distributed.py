@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The place of this process among those that train together.
+    """The rank of this process, and the number of processes that train together.
 
     Attributes:
         rank: The index of this process.
@@ -72,7 +72,7 @@ class ProcessGroup:
 
 
 def launched_group() -> ProcessGroup:
-    """Return this process's place among torchrun's processes, before they are connected."""
+    """Return this process's rank among the processes of torchrun, whether connected or not."""
     return ProcessGroup(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 

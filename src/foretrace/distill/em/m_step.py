@@ -145,7 +145,7 @@ def _last_state(like: Tensor) -> Tensor:
 
 
 def _stochastic(transition: Tensor) -> Tensor:
-    """Give states without outgoing counts a self-transition."""
+    """Add a self-transition to states without outgoing counts."""
     empty = transition.sum(-1) == 0
     transition[empty, empty.nonzero()[:, 0]] = 1.0
     return transition
