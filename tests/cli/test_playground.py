@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from foretrace.cli.account import Account
-from foretrace.cli.playground.author import Told
-from foretrace.cli.playground.pair import section
+from foretrace.cli.playground.backend import Told
+from foretrace.cli.playground.comparison import section
+from foretrace.cli.token_table import Account
 from foretrace.engines.transformers.explain import Candidate, Choice
 from server import serving
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
 from foretrace.cli.em import ProductDtype
-from foretrace.cli.lm import quiet
+from foretrace.cli.model_loading import quiet
+from foretrace.cli.progress import Bars
 from foretrace.cli.prompts import read_prompts
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
+from foretrace.cli.progress import Bars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

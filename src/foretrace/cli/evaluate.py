@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from foretrace.cli import goal as options
-from foretrace.cli.bars import Bars
-from foretrace.cli.lm import load_lm
+from foretrace.cli import goal_options as options
+from foretrace.cli.model_loading import load_lm
+from foretrace.cli.progress import Bars
 
 EPILOG = (
     "Example: foretrace evaluate my-lm --hmm my-hmm --suite detox --data data --out results/detox "

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretrace.cli import goal as goals_of
-from foretrace.cli.lm import load_lm
+from foretrace.cli import goal_options as goals_of
+from foretrace.cli.model_loading import load_lm
 
 if TYPE_CHECKING:
-    from foretrace.cli.account import Account
+    from foretrace.cli.token_table import Account
     from foretrace.engines.transformers.explain import Candidate
 
 EPILOG = (
@@ -42,9 +42,9 @@ def explain(
     dtype: goals_of.Dtype = "auto",
 ) -> None:
     """Show why each token: the LM's probability, the EAP, and the steered probability."""
-    from foretrace.cli.account import account_for
-    from foretrace.cli.page import Heading, write_page
-    from foretrace.cli.writer import Writer
+    from foretrace.cli.explain_page import Heading, write_page
+    from foretrace.cli.text_generator import Writer
+    from foretrace.cli.token_table import account_for
     from foretrace.engines.transformers import encode_prompts
 
     lm, tokenizer = load_lm(model, dtype, device)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretrace.cli.attribute import describe
-from foretrace.cli.bars import Bars
 from foretrace.cli.device import choose_device
-from foretrace.cli.lm import load_tokenizer
+from foretrace.cli.model_loading import load_tokenizer
+from foretrace.cli.progress import Bars
 
 if TYPE_CHECKING:
     from foretrace.attribute import Attribute, FitConfig

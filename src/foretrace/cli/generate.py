@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli import goal as goals_of
-from foretrace.cli.lm import load_lm
+from foretrace.cli import goal_options as goals_of
+from foretrace.cli.model_loading import load_lm
 from foretrace.cli.prompts import read_prompts
-from foretrace.cli.writer import Writer, Written
+from foretrace.cli.text_generator import Writer, Written
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretrace.cli import goal as options
+from foretrace.cli import goal_options as options
 from foretrace.errors import InvalidInputError
 
 EPILOG = (

@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
-from foretrace.cli.playground.author import Wish
-from foretrace.cli.playground.server import ServerAuthor
+from foretrace.cli.playground.backend import Wish
+from foretrace.cli.playground.server_backend import ServerAuthor
 from foretrace.engines.transformers import generate_tokens
 from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings

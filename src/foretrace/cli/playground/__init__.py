@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretrace.cli import goal as options
+from foretrace.cli import goal_options as options
 from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from foretrace.cli.playground.author import Author
+    from foretrace.cli.playground.backend import Author
 
 EPILOG = "Example: foretrace playground my-lm --hmm my-hmm --attributes attributes"
 
@@ -35,9 +35,9 @@ def playground(
 
 
 def _author(model: str, hmm: str | None, attributes: Path, device: str, dtype: str) -> "Author":
-    from foretrace.cli.lm import load_lm
-    from foretrace.cli.playground.author import LocalAuthor
-    from foretrace.cli.playground.server import ServerAuthor
+    from foretrace.cli.model_loading import load_lm
+    from foretrace.cli.playground.backend import LocalAuthor
+    from foretrace.cli.playground.server_backend import ServerAuthor
 
     if model.startswith(("http://", "https://")):
         if hmm is not None:

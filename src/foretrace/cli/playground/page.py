@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from foretrace.cli.playground.author import Author, Told, Wish
-from foretrace.cli.playground.pair import section, side_by_side
+from foretrace.cli.playground.backend import Author, Told, Wish
+from foretrace.cli.playground.comparison import section, side_by_side
 from foretrace.errors import ForetraceError, InvalidInputError
 
 TITLE = "# foretrace\nWhat a language model writes, and what it writes toward a goal."

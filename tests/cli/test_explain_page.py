@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrace.cli.account import split_text
-from foretrace.cli.page import colour
+from foretrace.cli.explain_page import colour
+from foretrace.cli.token_table import split_text
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretrace._io import atomic_write
 
 if TYPE_CHECKING:
-    from foretrace.cli.account import Account
+    from foretrace.cli.token_table import Account
     from foretrace.engines.transformers.explain import Choice
 
 LOW, HIGH, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
@@ -43,7 +43,8 @@ def write_page(path: Path, account: "Account", heading: Heading) -> None:
     """Write the text coloured by EAP, the EAP along it, and the candidates at each place."""
     goals, pieces, choices = heading.goals, account.pieces, account.choices
     places = [_place(choice, account.shown) for choice in choices]
-    page = Template(files("foretrace.cli").joinpath("page.html").read_text("utf-8")).substitute(
+    template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
+    page = Template(template).substitute(
         goals=escape(", ".join(goals)),
         settings=escape(heading.settings),
         prompt=escape(heading.prompt),

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from foretrace.cli.playground.author import Tell, Told, Wish, goals_in
+from foretrace.cli.playground.backend import Tell, Told, Wish, goals_in
 from foretrace.errors import ForetraceError, InvalidInputError, reason
 
 PATIENCE = 120.0  # seconds for a server to say something

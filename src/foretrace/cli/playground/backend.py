@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from foretrace.cli.account import Account, account_for
-from foretrace.cli.goal import load_goals, sampling
-from foretrace.cli.writer import Writer
+from foretrace.cli.goal_options import load_goals, sampling
+from foretrace.cli.text_generator import Writer
+from foretrace.cli.token_table import Account, account_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -4,11 +4,11 @@ from html import escape
 from math import prod
 from typing import TYPE_CHECKING
 
-from foretrace.cli.page import colour
+from foretrace.cli.explain_page import colour
 
 if TYPE_CHECKING:
-    from foretrace.cli.account import Account
-    from foretrace.cli.playground.author import Told
+    from foretrace.cli.playground.backend import Told
+    from foretrace.cli.token_table import Account
 
 SCALE = (
     '<p class="soft">Colour: expected attribute probability (EAP) after the token, 0 '
