@@ -1,4 +1,4 @@
-"""`python -m foretrace`, which is what torchrun starts."""
+"""`python -m foretrace`, for torchrun."""
 
 from foretrace.cli import main
 

@@ -1,4 +1,4 @@
-"""`foretrace distill` as a user types it."""
+"""`foretrace distill` in a subprocess."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 
-from foretrace.cli.distill import count
+from foretrace.cli.distill import parse_count
 from foretrace.hmm import HMM
 
 
@@ -27,17 +27,17 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     ("text", "number"),
     [("120000", 120_000), ("120k", 120_000), ("2.01M", 2_010_000), ("1B", 10**9)],
 )
-def test_counts(text: str, number: int) -> None:
-    assert count(text) == number
+def test_parse_count(text: str, number: int) -> None:
+    assert parse_count(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "many", "-5", "0.5", "1e", "inf", "nan"])
-def test_what_is_no_count(text: str) -> None:
+def test_parse_count_rejects_other_text(text: str) -> None:
     with pytest.raises((typer.BadParameter, click.BadParameter), match="120k"):
-        count(text)
+        parse_count(text)
 
 
-def test_from_name_to_hmm(tiny_lm: Path, tmp_path: Path) -> None:
+def test_distill_writes_an_hmm(tiny_lm: Path, tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="needs the extra `transformers`")
     (tmp_path / "prompts.txt").write_text("w1 w2\nw3\n")
     arguments = [str(tiny_lm), "--states", "6", "--sequences", "0.2k", "--length", "16"]
@@ -54,7 +54,7 @@ def test_from_name_to_hmm(tiny_lm: Path, tmp_path: Path) -> None:
     assert HMM.from_pretrained(tmp_path / "hmm").num_states == 6
 
 
-def test_processes_of_torchrun_do_it_together(tiny_lm: Path, tmp_path: Path) -> None:
+def test_distill_under_torchrun(tiny_lm: Path, tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="needs the extra `transformers`")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["--states", "6", "--sequences", "200", "--length", "16", "--held-out", "40"]
@@ -69,7 +69,7 @@ def test_processes_of_torchrun_do_it_together(tiny_lm: Path, tmp_path: Path) -> 
     assert HMM.from_pretrained(tmp_path / "hmm").num_states == 6
 
 
-def test_a_wrong_name_is_one_line(tmp_path: Path) -> None:
+def test_unknown_model_is_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     failed = run("no/such-model", "--out", str(tmp_path / "hmm"))
     assert failed.returncode == 1

@@ -1,4 +1,4 @@
-"""`foretrace em`, run as a user runs it; tests/distill/em/test_train.py runs whole trainings."""
+"""`foretrace em` in a subprocess; tests/distill/test_em.py tests the training."""
 
 import subprocess
 import sys
@@ -13,9 +13,9 @@ from foretrace.hmm import HMM
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    made = Corpus.create(tmp_path / "corpus", Manifest(length=6, vocab_size=20, eos_token_id=3))
-    made.append(HMM.random(4, 20, eos_token_id=3, seed=1).sample(200, 6, seed=0))
-    return made.folder
+    corpus = Corpus.create(tmp_path / "corpus", Manifest(length=6, vocab_size=20, eos_token_id=3))
+    corpus.append(HMM.random(4, 20, eos_token_id=3, seed=1).sample(200, 6, seed=0))
+    return corpus.folder
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -23,26 +23,28 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_from_a_random_start_and_then_from_there(corpus: Path, tmp_path: Path) -> None:
-    few = ("--epochs", 2, "--batch-size", 50, "--held-out", 40)
-    first = run(corpus, "--states", 4, "--out", tmp_path / "first", *few)
+def test_train_from_random_then_from_an_hmm(corpus: Path, tmp_path: Path) -> None:
+    options = ("--epochs", 2, "--batch-size", 50, "--held-out", 40)
+    first = run(corpus, "--states", 4, "--out", tmp_path / "first", *options)
     assert first.returncode == 0, first.stderr
     assert "held-out" in first.stdout
-    second = run(corpus, "--start", tmp_path / "first", "--out", tmp_path / "second", *few)
+    second = run(corpus, "--start", tmp_path / "first", "--out", tmp_path / "second", *options)
     assert second.returncode == 0, second.stderr
     hmm = HMM.from_pretrained(tmp_path / "second")
     assert hmm.config.distillation["epochs"] == 2
     assert hmm.dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrong", [(), ("--states", 4, "--start", "somewhere")])
-def test_one_start_and_only_one(wrong: tuple[object, ...], corpus: Path, tmp_path: Path) -> None:
-    failed = run(corpus, "--out", tmp_path / "out", *wrong)
+@pytest.mark.parametrize("options", [(), ("--states", 4, "--start", "somewhere")])
+def test_states_and_start_exclude_each_other(
+    options: tuple[object, ...], corpus: Path, tmp_path: Path
+) -> None:
+    failed = run(corpus, "--out", tmp_path / "out", *options)
     assert failed.returncode == 1
     assert "either --states" in failed.stderr
 
 
-def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:
+def test_folder_without_a_corpus_is_an_error(tmp_path: Path) -> None:
     failed = run(tmp_path, "--states", 4, "--out", tmp_path / "out")
     assert failed.returncode == 1
     assert "no corpus.json" in failed.stderr

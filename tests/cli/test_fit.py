@@ -1,4 +1,4 @@
-"""`foretrace fit` and `foretrace attribute`, run as a user runs them."""
+"""`foretrace fit` and `foretrace attribute` in a subprocess."""
 
 import json
 import os
@@ -34,12 +34,12 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 
 @pytest.fixture
 def scored(tmp_path: Path) -> Path:
-    """Texts of five words; those with `w7` are rude. Their authors have a word of their own."""
-    chosen = random.Random(0)
+    """Texts of five words and a sixth that identifies the author; texts with `w7` are rude."""
+    rng = random.Random(0)
     rows: list[dict[str, object]] = []
     for number in range(400):
         author = number % 3
-        words = [f"w{chosen.randrange(5, 40)}" for _ in range(5)]
+        words = [f"w{rng.randrange(5, 40)}" for _ in range(5)]
         rude = 0.9 if "w7" in words else 0.1
         text = " ".join([*words, f"w{author + 1}"])
         rows.append({"text": text, "rudeness": rude, "author": f"Author {author}"})
@@ -64,7 +64,7 @@ def test_fit_then_show(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     assert f"{W7} " in run("attribute", "show", out).stdout
 
 
-def test_every_option_reaches_the_fit(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_options_are_passed_to_the_fit(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.safetensors"
     options = ["--terms", 2, "--scale", 2, "--shift", -1, "--by-absence", "--penalty", 0.5]
     options += ["--name", "rude", "--window", 3, "--seed", 3, "--plot", tmp_path / "a.png"]
@@ -89,7 +89,7 @@ def test_one_attribute_per_author(scored: Path, tiny_lm: Path, tmp_path: Path) -
     assert store["Author 1"].top_tokens(1)[0].token == WORDS.index("w2")
 
 
-def test_a_judge_scores_once(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_judge_scores_are_cached(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     (tmp_path / "my_judge.py").write_text(
         "def score(texts):\n"
         "    return [None if 'w9' in t.split() else float('w7' in t.split()) for t in texts]\n"
@@ -99,8 +99,8 @@ def test_a_judge_scores_once(scored: Path, tiny_lm: Path, tmp_path: Path) -> Non
     done = run(*command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "texts left out" in done.stdout
-    kept = tmp_path / "rude.judgements.jsonl"
-    assert len(kept.read_text().splitlines()) < 400
+    cache_file = tmp_path / "rude.judgements.jsonl"
+    assert len(cache_file.read_text().splitlines()) < 400
     (tmp_path / "my_judge.py").write_text("def score(texts):\n    return [None for _ in texts]\n")
     again = run(*command, PYTHONPATH=str(tmp_path))
     assert again.returncode == 0, again.stderr
@@ -126,7 +126,7 @@ def test_a_judge_scores_once(scored: Path, tiny_lm: Path, tmp_path: Path) -> Non
         ([{"text": "w1", "score": 1}], ["--judge", "no_such:judge"], "cannot be imported"),
     ],
 )
-def test_bad_input_is_an_error_in_words(
+def test_bad_input_is_a_one_line_error(
     tmp_path: Path,
     tiny_lm: Path,
     rows: list[dict[str, object]],
@@ -137,7 +137,7 @@ def test_bad_input_is_an_error_in_words(
 ) -> None:
     data = write(tmp_path / "data.jsonl", rows)
     command = ["foretrace", "fit", data, "--tokenizer", tiny_lm, "--out", tmp_path / "a", *options]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 1
@@ -153,7 +153,7 @@ def test_bad_input_is_an_error_in_words(
         (["--out", "."], "is a folder"),
     ],
 )
-def test_options_without_effect_are_refused(
+def test_options_without_effect_are_errors(
     scored: Path,
     options: list[str],
     expected: str,
@@ -169,16 +169,14 @@ def test_options_without_effect_are_refused(
     assert expected in capsys.readouterr().err
 
 
-def test_a_name_may_look_like_markup(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_name_is_not_parsed_as_markup(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.safetensors"
     options = ["--score", "rudeness", "--name", "Mia [/cat]", "--out", out]
     done = run("fit", scored, "--tokenizer", tiny_lm, *options)
     assert "Mia [/cat]" in done.stdout, done.stderr
 
 
-def test_another_tokenizer_is_an_error_in_words(
-    scored: Path, tiny_lm: Path, tmp_path: Path
-) -> None:
+def test_another_tokenizer_is_a_one_line_error(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     other = write_tiny_lm(tmp_path / "other", word_tokenizer([WORDS[0], *reversed(WORDS[1:])]))
     out = tmp_path / "a.safetensors"
     run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out)

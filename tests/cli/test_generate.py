@@ -1,4 +1,4 @@
-"""`foretrace generate` and `foretrace explain`, run as a user runs them."""
+"""`foretrace generate` and `foretrace explain`."""
 
 import json
 import re
@@ -18,13 +18,13 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 
 def run(
-    verb: str,
+    command: str,
     *arguments: object,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[int, str, str]:
-    """Run in this process: importing transformers anew takes seconds."""
-    monkeypatch.setattr(sys, "argv", ["foretrace", verb, *map(str, arguments)])
+    """Run a command in this process, because importing transformers takes seconds."""
+    monkeypatch.setattr(sys, "argv", ["foretrace", command, *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -36,7 +36,7 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in re.findall(r"w(\d+)", text)]
 
 
-def test_goals_compose_and_steer(
+def test_expressions_steer(
     steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--goal", "odd & ~low", "--prompt", "w1 w2", "--prompt", "", "--json", "--compare"]
@@ -45,15 +45,15 @@ def test_goals_compose_and_steer(
     first, second = map(json.loads, out.splitlines())
     assert first["prompt"] == "w1 w2"
     for row in (first, second):
-        written = numbers(row["text"])
-        assert written
-        assert all(number % 2 == 1 for number in written)
-        assert max(written) >= 32
+        words = numbers(row["text"])
+        assert words
+        assert all(number % 2 == 1 for number in words)
+        assert max(words) >= 32
         assert row["probability"][0] > 0.99
         assert row["bare"]["probability"][0] < 0.01
 
 
-def test_a_batch_of_a_file_and_several_goals(
+def test_batches_from_a_file_with_several_goals(
     steered: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -73,20 +73,20 @@ def test_a_batch_of_a_file_and_several_goals(
     assert out.count("attribute probability 1.000") >= 3
 
 
-def test_what_is_streamed_is_what_is_written(steered: list[str]) -> None:
-    """In a process of its own, as a user runs it."""
+def test_streamed_text_equals_the_result(steered: list[str]) -> None:
+    """Run in a subprocess, as streaming prints to the real standard output."""
     command = [str(Path(sys.executable).with_name("foretrace")), "generate", *steered]
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]
-    streamed, whole = (
+    streamed, as_json = (
         subprocess.run([*command, *options, *more], capture_output=True, text=True, check=True)
         for more in ([], ["--json"])
     )
-    row = json.loads(whole.stdout)
+    row = json.loads(as_json.stdout)
     assert row["text"].startswith(" w")
     assert streamed.stdout == f"{row['prompt']}{row['text']}\n\n"
 
 
-def test_explain_a_text_and_what_it_writes_itself(
+def test_explain_a_given_and_a_generated_text(
     steered: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -104,7 +104,7 @@ def test_explain_a_text_and_what_it_writes_itself(
     assert out.startswith("w1 w2 w3 w40 w5")
     html = page.read_text()
     assert html.count('class="token"') == 3
-    assert html.count("</script>") == 1  # a name cannot end the page's own
+    assert html.count("</script>") == 1  # a name cannot close the page's script
     assert not re.search(r"https?://", html)
     code, out, _ = run(
         "explain", *steered, *options[:6], *text, capsys=capsys, monkeypatch=monkeypatch
@@ -125,7 +125,11 @@ def test_explain_a_text_and_what_it_writes_itself(
         (["--goal", "od", "--prompt", "w1"], 1, "Did you mean odd?"),
         (["--goal", "odd &", "--prompt", "w1"], 1, "not an expression"),
         (["--goal", "odd"], 2, "Give something to continue"),
-        (["--goal", "odd", "--prompt", "w1", "--column", "text"], 2, "--column is of --prompts"),
+        (
+            ["--goal", "odd", "--prompt", "w1", "--column", "text"],
+            2,
+            "--column is an option of --prompts",
+        ),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
         (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
         (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "must be above 0"),
@@ -139,7 +143,7 @@ def test_explain_a_text_and_what_it_writes_itself(
         (["--goal", "odd", "--prompt", "w1", "--dtype", "float3"], 1, "cannot be loaded"),
     ],
 )
-def test_mistakes_are_told_in_words(
+def test_errors_are_one_line(
     steered: list[str],
     options: list[str],
     code: int,
@@ -147,6 +151,8 @@ def test_mistakes_are_told_in_words(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, _, error = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    exit_code, _, error = run(
+        "generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch
+    )
     assert expected in error
-    assert found == code
+    assert exit_code == code

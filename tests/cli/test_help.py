@@ -1,4 +1,4 @@
-"""Every verb's help: an example that names only options it has; words that mean the same; codes."""
+"""Help texts: runnable examples, consistent option names, exit codes and shell completion."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from typer.core import TyperOption
 
 from foretrace import cli
 
-SAME = {  # what must be called the same everywhere
+OPTION_NAMES = {  # parameter -> its option in every command
     "hmm": "--hmm",
     "out": "--out",
     "seed": "--seed",
@@ -22,46 +22,46 @@ SAME = {  # what must be called the same everywhere
     "dtype": "--dtype",
     "attributes": "--attributes",
 }
-OTHERS = {"serve": {"--port", "--dtype"}, "em": {"--nproc-per-node"}}  # of vLLM, and torchrun
+FOREIGN_OPTIONS = {"serve": {"--port", "--dtype"}, "em": {"--nproc-per-node"}}  # vLLM, torchrun
 FORETRACE = Path(sys.executable).with_name("foretrace")
 
 
-def verbs() -> Iterator[tuple[str, Any]]:
-    """List all commands, those of groups with the name of their group before them."""
-    waiting: list[tuple[str, Any]] = [("", typer.main.get_command(cli.app))]
-    while waiting:
-        name, command = waiting.pop(0)
-        inner = getattr(command, "commands", None)
-        if inner is None:
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """Yield every command; the name of a subcommand includes its group."""
+    queue: list[tuple[str, Any]] = [("", typer.main.get_command(cli.app))]
+    while queue:
+        name, command = queue.pop(0)
+        subcommands = getattr(command, "commands", None)
+        if subcommands is None:
             yield name.strip(), command
         else:
-            waiting += [(f"{name} {each}", own) for each, own in inner.items()]
+            queue += [(f"{name} {key}", subcommand) for key, subcommand in subcommands.items()]
 
 
-ALL = dict(verbs())
+COMMANDS = dict(all_commands())
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_help_has_an_example_that_could_be_run(name: str) -> None:
-    command = ALL[name]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_valid_example(name: str) -> None:
+    command = COMMANDS[name]
     assert command.help
     example = command.epilog or ""
     assert example.startswith(f"Example: foretrace {name}")
-    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     foreign = set(re.findall(r"--[a-z][a-z-]*", example)) - known
-    assert not foreign - OTHERS.get(name, set())
+    assert not foreign - FOREIGN_OPTIONS.get(name, set())
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_options_are_called_alike_and_explained(name: str) -> None:
-    for each in ALL[name].params:
-        if isinstance(each, TyperOption) and each.name != "help":
-            assert each.help, f"{name}: {each.opts} says nothing"
-            assert each.name is None or SAME.get(each.name, each.opts[0]) in each.opts
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_have_help_and_consistent_names(name: str) -> None:
+    for param in COMMANDS[name].params:
+        if isinstance(param, TyperOption) and param.name != "help":
+            assert param.help, f"{name}: {param.opts} has no help"
+            assert param.name is None or OPTION_NAMES.get(param.name, param.opts[0]) in param.opts
 
 
 def test_exit_codes() -> None:
-    """0 if it went well, 1 if it could not be done, 2 if it was asked wrongly."""
+    """0 for success, 1 for an error, 2 for wrong usage."""
     for code, arguments in (
         (0, ["--version"]),
         (0, ["hmm", "show", "--help"]),
@@ -76,11 +76,11 @@ def test_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_can_complete(shell: str) -> None:
+def test_shell_completion(shell: str) -> None:
     environment = {**os.environ, "_FORETRACE_COMPLETE": f"source_{shell}"}
     done = subprocess.run([FORETRACE], capture_output=True, text=True, env=environment)
     assert "foretrace" in done.stdout
-    asked = {
+    completion = {
         **os.environ,
         "_FORETRACE_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": "foretrace dis",
@@ -88,5 +88,5 @@ def test_shells_can_complete(shell: str) -> None:
         "_TYPER_COMPLETE_ARGS": "foretrace dis",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = subprocess.run([FORETRACE], capture_output=True, text=True, env=asked)
+    done = subprocess.run([FORETRACE], capture_output=True, text=True, env=completion)
     assert "distill" in done.stdout

@@ -1,4 +1,4 @@
-"""`foretrace hmm`, run as a user runs it."""
+"""`foretrace hmm` in a subprocess."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_sparsify_then_show(folder: Path, tmp_path: Path) -> None:
     done = run("hmm", "sparsify", folder, "--out", out, "--tolerance", 0.1, "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     assert f"written to {out}" in done.stdout.replace("\n", "")
-    assert "bfloat16" in done.stdout  # what was written, not what was read
+    assert "bfloat16" in done.stdout  # the dtype of the output, not of the input
     loaded = HMM.from_pretrained(out)
     assert loaded.dtype == torch.bfloat16
     assert loaded.emission.kind == "sparse+background"
@@ -69,7 +69,7 @@ def test_convert(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_error_is_a_sentence_not_a_traceback(tmp_path: Path) -> None:
+def test_errors_have_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     failed = run("hmm", "show", tmp_path / "empty")
     assert failed.returncode == 1
@@ -78,18 +78,18 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
-def test_a_dense_hmm_is_better_left_dense(folder: Path, tmp_path: Path) -> None:
+def test_sparse_form_larger_than_dense(folder: Path, tmp_path: Path) -> None:
     done = run("hmm", "sparsify", folder, "--out", tmp_path / "sparse", "--tolerance", 1e-5)
     assert "Raise --tolerance" in done.stdout
 
 
-def test_a_file_in_the_way(folder: Path, tmp_path: Path) -> None:
+def test_output_path_is_a_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     failed = run("hmm", "sparsify", folder, "--out", tmp_path / "file")
     assert failed.returncode == 1
     assert failed.stderr.startswith("foretrace: ")
 
 
-def test_wrong_usage_is_exit_code_2() -> None:
+def test_wrong_usage_exits_with_2() -> None:
     assert run("hmm", "show").returncode == 2
     assert run("nonsense").returncode == 2

@@ -1,4 +1,4 @@
-"""The playground, in a real browser."""
+"""The playground in a real browser."""
 
 import re
 import shutil
@@ -9,32 +9,39 @@ from typing import Any
 
 import pytest
 
-from foretrace.cli.playground.backend import Told
-from foretrace.cli.playground.comparison import section
-from foretrace.cli.token_table import Account
+from foretrace.cli.playground.backend import PlaygroundResult
+from foretrace.cli.playground.comparison import text_section
+from foretrace.cli.token_table import TokenTable
 from foretrace.engines.transformers.explain import Candidate, Choice
 from server import serving
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+BROWSER_OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+]
 OVERLAPPING = """() => {
   const shown = [...document.querySelectorAll("button, input, textarea, h1, h3, p, label, section")]
-    .filter(each => each.checkVisibility() && each.getBoundingClientRect().width > 2);
-  const found = [];
-  shown.forEach((one, place) => shown.slice(place + 1).forEach(other => {
+    .filter(node => node.checkVisibility() && node.getBoundingClientRect().width > 2);
+  const overlapping = [];
+  shown.forEach((one, index) => shown.slice(index + 1).forEach(other => {
     if (one.contains(other) || other.contains(one)) return;
     const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
     const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
     const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (wide > 1 && high > 1) found.push([one, other].map(each => each.outerHTML.slice(0, 80)));
+    if (wide > 1 && high > 1) {
+      overlapping.push([one, other].map(node => node.outerHTML.slice(0, 80)));
+    }
   }));
-  return found;
+  return overlapping;
 }"""
 
 
 @pytest.fixture(scope="module")
 def playground(steered: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a playground with a tiny LM."""
+    """The URL of a playground with a tiny LM."""
     pytest.importorskip("gradio", reason="needs the extra `playground`")
     command = [sys.executable, "-m", "foretrace", "playground", *steered]
     with serving(command, tmp_path_factory.mktemp("playground") / "log", ready="/") as address:
@@ -43,25 +50,25 @@ def playground(steered: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A browser without a screen."""
+    """A headless browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `dev`")
     if BROWSER is None:
-        pytest.skip("There is no Chromium here.")
+        pytest.skip("Chromium is not installed.")
     with playwright.sync_playwright() as tools:
-        found = tools.chromium.launch(executable_path=BROWSER, args=QUIET)
-        yield found
-        found.close()
+        launched = tools.chromium.launch(executable_path=BROWSER, args=BROWSER_OPTIONS)
+        yield launched
+        launched.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_bare_and_steered_side_by_side(
+def test_unsteered_and_steered_side_by_side(
     width: int, playground: str, browser: Any, tmp_path: Path
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(playground)
     page.get_by_role("button", name="More").click()
-    ask(page, "odd & ~low")
-    page.wait_for_selector(".steered.told")
+    submit(page, "odd & ~low")
+    page.wait_for_selector(".steered.explained")
     bare, steered = (page.locator(f".{name} .token") for name in ("bare", "steered"))
     assert steered.count() > 1
     assert all(number % 2 == 1 for number in numbers(steered))
@@ -73,22 +80,22 @@ def test_bare_and_steered_side_by_side(
     steered.first.hover()
     assert candidates.is_visible()
     assert candidates.locator("tr").count() >= 6
-    inside(page.locator("section.steered"), candidates)
+    check_inside(page.locator("section.steered"), candidates)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     page.close()
 
 
-def test_mistakes_are_told_on_the_page(playground: str, browser: Any) -> None:
+def test_errors_are_shown_on_the_page(playground: str, browser: Any) -> None:
     page = browser.new_page()
     page.goto(playground)
-    ask(page, "odd & lo")
+    submit(page, "odd & lo")
     page.get_by_text("Did you mean low?").wait_for()
     page.close()
 
 
-def ask(page: Any, goal: str) -> None:
-    """Fill the form, and let it write."""
+def submit(page: Any, goal: str) -> None:
+    """Fill in the form and submit it."""
     page.get_by_label("Prompt").fill("w1 w2")
     page.get_by_label("Goal").fill(goal)
     page.get_by_label("Goal").press("Enter")
@@ -96,28 +103,28 @@ def ask(page: Any, goal: str) -> None:
 
 
 def numbers(tokens: Any) -> list[int]:
-    """Read the words of the tiny LM, without those of candidates."""
-    first = "all => all.map(each => each.firstChild.nodeValue || '')"  # not that of a table
-    return [int(found) for found in re.findall(r"w(\d+)", "".join(tokens.evaluate_all(first)))]
+    """Return the numbers of the tiny LM's words, without the candidates' tables."""
+    own_text = "nodes => nodes.map(node => node.firstChild.nodeValue || '')"
+    return [int(word) for word in re.findall(r"w(\d+)", "".join(tokens.evaluate_all(own_text)))]
 
 
-def inside(outer: Any, inner: Any) -> None:
-    """Check that nothing hangs out of its frame."""
-    out, own = outer.bounding_box(), inner.bounding_box()
-    assert out["x"] <= own["x"]
-    assert own["x"] + own["width"] <= out["x"] + out["width"]
-    assert own["y"] + own["height"] <= out["y"] + out["height"]
+def check_inside(outer: Any, inner: Any) -> None:
+    """Check that the inner element does not extend beyond the outer one."""
+    frame, box = outer.bounding_box(), inner.bounding_box()
+    assert frame["x"] <= box["x"]
+    assert box["x"] + box["width"] <= frame["x"] + frame["width"]
+    assert box["y"] + box["height"] <= frame["y"] + frame["height"]
 
 
-def test_texts_cannot_be_markup() -> None:
-    html = section("bare", "<b>", Told("<script>&amp;"))
+def test_texts_are_escaped() -> None:
+    html = text_section("bare", "<b>", PlaygroundResult("<script>&amp;"))
     assert "<b>" not in html
     assert "<script>" not in html
     assert "&amp;amp;" in html
     candidate = Candidate(1, 0.5, (0.5,), 0.5)
     choice = Choice(candidate, (candidate,), (0.5,))
-    told = Told("<i>", Account(["<i>"], [choice], lambda token: f"<u>{token}"))
-    html = section("bare", "", told)
+    table = TokenTable(["<i>"], [choice], lambda token: f"<u>{token}")
+    html = text_section("bare", "", PlaygroundResult("<i>", table))
     assert "<i>" not in html
     assert "<u>" not in html
     assert "&lt;u&gt;1" in html

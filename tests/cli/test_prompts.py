@@ -1,4 +1,4 @@
-"""Prompts come from files of every kind."""
+"""Prompts from files of several formats."""
 
 import lzma
 from pathlib import Path
@@ -9,7 +9,7 @@ from foretrace.cli.prompts import read_prompts
 from foretrace.errors import InvalidFileError
 
 
-def test_prompts_of_every_kind(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("one prompt\n\n  another\n")
     assert read_prompts(tmp_path / "plain.txt") == ["one prompt", "  another"]
     with lzma.open(tmp_path / "many.jsonl.xz", "wt") as file:
@@ -20,7 +20,7 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", '{"label": 1}\n', "not json\n", "[1]\n"])
-def test_prompts_that_are_none(content: str, tmp_path: Path) -> None:
+def test_files_without_prompts_are_errors(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(InvalidFileError, match=r"row|line"):

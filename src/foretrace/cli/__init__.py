@@ -1,4 +1,4 @@
-"""The command line: one file per verb; heavy imports wait until a verb runs."""
+"""The command line: one module per command. Commands import heavy packages when they run."""
 
 import sys
 
@@ -23,7 +23,7 @@ from foretrace.errors import ForetraceError
 
 app = typer.Typer(
     name="foretrace",
-    help="Steer what a language model writes, at decode time.",
+    help="Steer language models at decode time.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -42,8 +42,8 @@ app.add_typer(hmm.app, name="hmm")
 app.add_typer(judge.app, name="judge")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from foretrace import __version__
 
         typer.echo(f"foretrace {__version__}")
@@ -56,11 +56,11 @@ def options(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Steer what a language model writes, at decode time."""
+    """Steer language models at decode time."""
 
 
 def main() -> None:
-    """Run the command line; an error meant for people is printed as one, not as a traceback."""
+    """Run the command line; print errors of foretrace as one line, without a traceback."""
     try:
         app()
     except (ForetraceError, OSError) as error:

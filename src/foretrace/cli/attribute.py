@@ -1,4 +1,4 @@
-"""`foretrace attribute`: look at fitted attributes."""
+"""`foretrace attribute`: inspect fitted attributes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,33 +12,35 @@ if TYPE_CHECKING:
 
     from foretrace.attribute import Attribute
 
-app = typer.Typer(help="Look at attributes.", no_args_is_help=True)
-FEW = 50  # held-out texts: a figure on fewer is chance
+app = typer.Typer(help="Inspect attributes.", no_args_is_help=True)
+MIN_HELD_OUT_TEXTS = 50  # an AUC on fewer texts is not reliable
 
 
 @app.callback()
 def options() -> None:
-    """Look at attributes."""
+    """Inspect attributes."""
 
 
 @app.command(epilog="Example: foretrace attribute show nontoxic.safetensors --tokenizer my-lm")
 def show(
-    file: Annotated[Path, typer.Argument(help="A file that `foretrace fit` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file written by `foretrace fit`.")],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Of the LM that it steers, to show tokens as text.")
+        str | None, typer.Option(help="The LM's tokenizer, to show tokens as text.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens to list.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the fit, as this PNG.")] = None,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to list.")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also write a plot of the fit to this PNG file.")
+    ] = None,
 ) -> None:
-    """Print what an attribute is, how well it does, and which tokens decide it."""
+    """Print the size, the quality and the most decisive tokens of an attribute."""
     from foretrace.attribute import Attribute
     from foretrace.attribute.fitting.plot import draw
     from foretrace.vocabulary import fingerprint
 
-    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    expected = None if loaded is None else fingerprint(loaded.get_vocab())
+    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    expected = None if loaded_tokenizer is None else fingerprint(loaded_tokenizer.get_vocab())
     attribute = Attribute.load(file, tokenizer_fingerprint=expected)
-    describe(attribute, loaded, tokens)
+    describe(attribute, loaded_tokenizer, tokens)
     if plot is not None:
         draw(attribute.config, plot)
 
@@ -46,16 +48,16 @@ def show(
 def describe(
     attribute: "Attribute", tokenizer: "PreTrainedTokenizerBase | None", tokens: int = 20
 ) -> None:
-    """Print an attribute's figures and strongest tokens."""
+    """Print the facts about an attribute's fit, and its strongest tokens."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text  # names and tokens may look like markup
+    from rich.text import Text  # prevents that names and tokens are parsed as markup
 
     table = Table(show_header=False, box=None)
     table.add_row("attribute", Text(attribute.name))
     table.add_row("terms", f"{len(attribute.terms)}")
     table.add_row("tokens with weight", f"{len(attribute.terms.tokens):,}")
-    for name, value in _fitted(attribute):
+    for name, value in _fit_facts(attribute):
         table.add_row(name, Text(value))
     console = Console()
     console.print(table)
@@ -66,27 +68,29 @@ def describe(
     console.print(strongest)
 
 
-def _ranking(auc: float | None, texts: int) -> str:
-    """Tell how well texts are ranked, and whether there are enough of them to tell."""
+def _format_auc(auc: float | None, texts: int) -> str:
+    """Format an AUC; mark it if it is measured on too few texts."""
     if auc is None:
         return "unknown"
-    return f"{auc:.4f}" + ("" if texts >= FEW else f" (of {texts} texts, too few to tell)")
+    return f"{auc:.4f}" + (
+        "" if texts >= MIN_HELD_OUT_TEXTS else f" (of {texts} texts, too few to tell)"
+    )
 
 
-def _fitted(attribute: "Attribute") -> list[tuple[str, str]]:
-    """Tell how it was fitted, and how well."""
+def _fit_facts(attribute: "Attribute") -> list[tuple[str, str]]:
+    """Return how the attribute was fitted, and how well."""
     facts = attribute.config.fit
-    if "auc" not in facts:  # composed, or given its weights
+    if "auc" not in facts:  # composed, or built from weights
         return []
     auc, transform = facts["auc"], facts["transform"]
-    how = "chosen" if facts["transform_chosen"] else "given"
+    origin = "chosen" if facts["transform_chosen"] else "given"
     source = facts.get("source", {})
     return [
         ("fitted on", ", ".join(f"{key} {value}" for key, value in source.items())),
         ("objective", facts["objective"] + (", by absence" if facts["by_absence"] else "")),
-        ("transform", f"scale {transform['scale']:g}, shift {transform['shift']:g} ({how})"),
+        ("transform", f"scale {transform['scale']:g}, shift {transform['shift']:g} ({origin})"),
         ("texts", f"{facts['texts']:,}, and {facts['held_out_texts']:,} held out"),
         ("windows", f"{facts['windows']:,}, and {facts['held_out_windows']:,} held out"),
-        ("AUC, held out", _ranking(auc, facts["held_out_texts"])),
+        ("AUC, held out", _format_auc(auc, facts["held_out_texts"])),
         ("calibration error", f"{facts['calibration_error']:.4f}"),
     ]

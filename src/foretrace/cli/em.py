@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretrace.cli.device import choose_device
-from foretrace.cli.progress import Bars
+from foretrace.cli.progress import ProgressBars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ProductDtype(StrEnum):
-    """What products can run in; float64 means everything, to the last bit."""
+    """The dtype of matrix products; float64 also applies to all sums."""
 
     float64 = "float64"
     float32 = "float32"
@@ -31,24 +31,30 @@ EPILOG = (
 
 
 def em(
-    corpus: Annotated[Path, typer.Argument(help="The folder of the corpus.")],
-    out: Annotated[Path, typer.Option(help="The folder to write: HMM, metrics, checkpoint.")],
-    states: Annotated[int | None, typer.Option(help="Hidden states, for a random start.")] = None,
-    start: Annotated[str | None, typer.Option(help="An HMM to start from instead.")] = None,
+    corpus: Annotated[Path, typer.Argument(help="The corpus folder.")],
+    out: Annotated[Path, typer.Option(help="Output folder: HMM, metrics, checkpoint.")],
+    states: Annotated[
+        int | None, typer.Option(help="Number of hidden states of a random initialization.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="An HMM to start from instead of a random one.")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the corpus.")] = 50,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 4096,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4096,
     pseudocount: Annotated[float, typer.Option(help="Added to every expected count.")] = 1e-3,
     dtype: Annotated[
-        ProductDtype, typer.Option(help="What products run in.")
+        ProductDtype, typer.Option(help="Dtype of the matrix products.")
     ] = ProductDtype.float32,
-    held_out: Annotated[int, typer.Option(help="Sequences kept aside to measure on.")] = 4096,
-    evaluations: Annotated[int, typer.Option(help="How often to measure.")] = 20,
+    held_out: Annotated[int, typer.Option(help="Sequences held out for evaluation.")] = 4096,
+    evaluations: Annotated[
+        int, typer.Option(help="Number of evaluations on the held-out sequences.")
+    ] = 20,
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Decides the random start and the order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the initialization and the order.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     tensorboard: Annotated[bool, typer.Option(help="Also write TensorBoard events.")] = False,
 ) -> None:
-    """Train an HMM on a corpus by mini-batch EM; run it again to go on where it stopped."""
+    """Train an HMM on a corpus by mini-batch EM. Run the same command again to resume."""
     from foretrace.distill import Corpus, EMConfig, train
     from foretrace.distill.em.distributed import process_group
 
@@ -62,25 +68,25 @@ def em(
         checkpoint_minutes=checkpoint_minutes,
         seed=seed,
     )
-    place = choose_device(device)
-    with process_group(place) as group:
+    chosen_device = choose_device(device)
+    with process_group(chosen_device) as group:
         opened = Corpus(corpus)
-        with Bars(visible=group.is_leader) as bars:
-            screen = _Screen(bars, out if tensorboard and group.is_leader else None)
+        with ProgressBars(resumes=True, visible=group.is_leader) as bars:
+            reporter = _Reporter(bars, out if tensorboard and group.is_leader else None)
             trained = train(
-                _start(opened, states, start, seed).to(place, config.accumulator_dtype),
+                _initial_hmm(opened, states, start, seed).to(chosen_device, config.accumulator_dtype),
                 opened,
                 config,
                 folder=out,
-                observe=screen.show,
+                observe=reporter.report,
             )
         if group.is_leader:
-            screen.close()
+            reporter.close()
             trained.save_pretrained(out)
             typer.echo(f"written to {out}")
 
 
-def _start(corpus: "Corpus", states: int | None, start: str | None, seed: int) -> "HMM":
+def _initial_hmm(corpus: "Corpus", states: int | None, start: str | None, seed: int) -> "HMM":
     from foretrace.errors import InvalidInputError
     from foretrace.hmm import HMM
 
@@ -89,27 +95,29 @@ def _start(corpus: "Corpus", states: int | None, start: str | None, seed: int) -
     if states is not None and start is None:
         vocab, eos = corpus.manifest.vocab_size, corpus.manifest.eos_token_id
         return HMM.random(states, vocab, eos_token_id=eos, seed=seed)
-    raise InvalidInputError("Give either --states, for a random start, or --start, an HMM.")
+    raise InvalidInputError(
+        "Give either --states for a random initialization, or --start for an HMM."
+    )
 
 
-class _Screen:
-    """The bar on the terminal, and TensorBoard if asked for."""
+class _Reporter:
+    """Shows progress on the terminal, and writes TensorBoard events if enabled."""
 
-    def __init__(self, bars: Bars, tensorboard: Path | None) -> None:
+    def __init__(self, bars: ProgressBars, tensorboard: Path | None) -> None:
         self.bars = bars
-        self.measured = ""
-        self.writer = None if tensorboard is None else _tensorboard(tensorboard)
+        self.evaluation = ""
+        self.writer = None if tensorboard is None else _open_tensorboard(tensorboard)
 
-    def show(self, progress: "Progress") -> None:
-        """Show one step."""
+    def report(self, progress: "Progress") -> None:
+        """Report one step."""
         if progress.held_out is not None:
-            self.measured = f"held-out {progress.held_out:.4f}"
+            self.evaluation = f"held-out {progress.held_out:.4f}"
         if progress.baselines is not None:
-            found = progress.baselines
-            self.measured += f" (unigram {found.unigram:.4f}, bigram {found.bigram:.4f})"
+            baselines = progress.baselines
+            self.evaluation += f" (unigram {baselines.unigram:.4f}, bigram {baselines.bigram:.4f})"
         speed = progress.tokens / max(progress.seconds, 1e-9)
-        note = f"{progress.log_likelihood:.4f} nats/token  {speed:,.0f} tokens/s  {self.measured}"
-        self.bars.show("EM", progress.step, progress.steps, "steps", note.strip())
+        note = f"{progress.log_likelihood:.4f} nats/token  {speed:,.0f} tokens/s  {self.evaluation}"
+        self.bars.update("EM", progress.step, progress.steps, "steps", note.strip())
         if self.writer is not None:
             for name in ("log_likelihood", "held_out", "step_size"):
                 value = getattr(progress, name)
@@ -117,14 +125,14 @@ class _Screen:
                     self.writer.add_scalar(name, value, progress.step)
 
     def close(self) -> None:
-        """Say what it came to."""
+        """Close the TensorBoard file, and print the last evaluation."""
         if self.writer is not None:
             self.writer.close()
-        if self.measured:
-            typer.echo(f"{self.measured} nats/token")
+        if self.evaluation:
+            typer.echo(f"{self.evaluation} nats/token")
 
 
-def _tensorboard(folder: Path) -> "SummaryWriter":
+def _open_tensorboard(folder: Path) -> "SummaryWriter":
     from foretrace.errors import InvalidInputError
 
     try:

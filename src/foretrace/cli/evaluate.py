@@ -1,13 +1,13 @@
-"""`foretrace evaluate`: the field's figures of steered texts, beside other ways to write them."""
+"""`foretrace evaluate`: compare steering with other methods on an evaluation suite."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from foretrace.cli import goal_options as options
+from foretrace.cli import goal_options
 from foretrace.cli.model_loading import load_lm
-from foretrace.cli.progress import Bars
+from foretrace.cli.progress import ProgressBars
 
 EPILOG = (
     "Example: foretrace evaluate my-lm --hmm my-hmm --suite detox --data data --out results/detox "
@@ -16,30 +16,32 @@ EPILOG = (
 
 
 def evaluate(
-    model: options.Model,
-    hmm: options.HMMSource,
-    suite: Annotated[str, typer.Option(help="Its name, or a YAML file of your own.")],
-    data: Annotated[Path, typer.Option(help="The folder that the suite's files are in.")],
-    out: Annotated[Path, typer.Option(help="The folder of all that is made; resumed from.")],
-    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    model: goal_options.Model,
+    hmm: goal_options.HMMSource,
+    suite: Annotated[str, typer.Option(help="The name of a suite, or a YAML file.")],
+    data: Annotated[Path, typer.Option(help="The folder of the suite's data files.")],
+    out: Annotated[Path, typer.Option(help="Output folder; run the same command again to resume.")],
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first N prompts.")
+    ] = None,
     continuations: Annotated[
-        int | None, typer.Option(min=1, help="Of each prompt, if not as the suite says.")
+        int | None, typer.Option(min=1, help="Continuations per prompt. Default: set by the suite.")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Only this one, beside the baseline; repeatable.")
+        list[str] | None, typer.Option(help="Run only this method and the baseline; repeatable.")
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="Of judges that are trained: sentence-transformers.")
+        str | None, typer.Option(help="The sentence-transformers encoder of trained judges.")
     ] = None,
     judges: Annotated[
-        Path | None, typer.Option(help="Where those are kept, if suites are to share them.")
+        Path | None, typer.Option(help="Folder of trained judges, to share them between suites.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Continuations at once.")] = 250,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    rows: Annotated[int, typer.Option(min=1, help="Continuations per batch.")] = 250,
+    seed: goal_options.Seed = 0,
+    device: goal_options.Device = "auto",
+    dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Write by every method of a suite, judge, and compare, with 95% intervals."""
+    """Generate texts by every method of a suite, score them, and report 95% intervals."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -48,9 +50,9 @@ def evaluate(
     from foretrace.evaluate.run import evaluate as run
     from foretrace.evaluate.suite import load_suite
 
-    plan = load_suite(suite)
+    loaded_suite = load_suite(suite)
     lm, tokenizer = load_lm(model, dtype, device)
-    known = options.load_hmm(hmm, tokenizer, lm.device)
+    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     config = EvaluationConfig(
         data=data,
         out=out,
@@ -62,8 +64,8 @@ def evaluate(
         encoder=encoder,
         judges=judges,
     )
-    with Bars() as bars:
-        results = run(plan, lm, tokenizer, known, config, bars.show)
+    with ProgressBars(resumes=True) as bars:
+        results = run(loaded_suite, lm, tokenizer, loaded_hmm, config, bars.update)
     report = write_report(results, out)
     Console().print(Markdown(report.read_text("utf-8")))
     typer.echo(f"written to {report}, and results.json beside it")

@@ -1,4 +1,4 @@
-"""`foretrace explain`: why each token of a text, as a table and as a page."""
+"""`foretrace explain`: show why each token was chosen, as a table or as an HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretrace.cli import goal_options as goals_of
+from foretrace.cli import goal_options
 from foretrace.cli.model_loading import load_lm
 
 if TYPE_CHECKING:
-    from foretrace.cli.token_table import Account
+    from foretrace.cli.token_table import TokenTable
     from foretrace.engines.transformers.explain import Candidate
 
 EPILOG = (
@@ -20,80 +20,88 @@ EPILOG = (
 
 
 def explain(
-    model: goals_of.Model,
-    hmm: goals_of.HMMSource,
-    goal: goals_of.Expressions,
-    prompt: Annotated[str, typer.Option(help="What the text continues.")] = "",
+    model: goal_options.Model,
+    hmm: goal_options.HMMSource,
+    goal: goal_options.Expressions,
+    prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
     text: Annotated[
-        str | None, typer.Option(help="The finished text after the prompt; else one is written.")
+        str | None, typer.Option(help="Explain this continuation. Default: generate one.")
     ] = None,
-    attributes: goals_of.Attributes = Path(),
-    strength: goals_of.Strengths = [1.0],  # noqa: B006  typer copies it
-    shift: goals_of.Shifts = [0.0],  # noqa: B006
-    candidates: Annotated[int, typer.Option(min=1, help="How many to show at each place.")] = 5,
-    html: Annotated[Path | None, typer.Option(help="Write this page, instead of a table.")] = None,
-    max_new_tokens: goals_of.MaxNewTokens = 40,
-    horizon: goals_of.Horizon = 64,
-    neutral_end: goals_of.NeutralEnd = False,
-    temperature: goals_of.Temperature = 1.0,
-    top_p: goals_of.TopP = 1.0,
-    seed: goals_of.Seed = 0,
-    device: goals_of.Device = "auto",
-    dtype: goals_of.Dtype = "auto",
+    attributes: goal_options.Attributes = Path(),
+    strength: goal_options.Strengths = [1.0],  # noqa: B006  typer copies it
+    shift: goal_options.Shifts = [0.0],  # noqa: B006
+    candidates: Annotated[
+        int, typer.Option(min=1, help="Number of candidate tokens per position.")
+    ] = 5,
+    html: Annotated[
+        Path | None, typer.Option(help="Write an HTML page to this file instead of a table.")
+    ] = None,
+    max_new_tokens: goal_options.MaxNewTokens = 40,
+    horizon: goal_options.Horizon = 64,
+    neutral_end: goal_options.NeutralEnd = False,
+    temperature: goal_options.Temperature = 1.0,
+    top_p: goal_options.TopP = 1.0,
+    seed: goal_options.Seed = 0,
+    device: goal_options.Device = "auto",
+    dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Show why each token: the LM's probability, the EAP, and the steered probability."""
-    from foretrace.cli.explain_page import Heading, write_page
-    from foretrace.cli.text_generator import Writer
-    from foretrace.cli.token_table import account_for
+    """Show the LM's probability, the EAP and the steered probability of each token."""
+    from foretrace.cli.explain_page import PageHeader, write_page
+    from foretrace.cli.text_generator import TextGenerator
+    from foretrace.cli.token_table import explain_tokens
     from foretrace.engines.transformers import encode_prompts
 
     lm, tokenizer = load_lm(model, dtype, device)
-    known = goals_of.load_hmm(hmm, tokenizer, lm.device)
-    goals = goals_of.load_goals(
-        known, tokenizer, attributes, goal, strength, shift, horizon, neutral_end
+    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    goals = goal_options.load_goals(
+        loaded_hmm, tokenizer, attributes, goal, strength, shift, horizon, neutral_end
     )
     if text is None:
-        options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
-        (found,) = Writer(lm, tokenizer, goals, options).write([prompt], seed)
-        given, written = found.prompt, found.tokens
+        sampling = goal_options.sampling_options(temperature, top_p)
+        generator = TextGenerator(
+            lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens}
+        )
+        (generation,) = generator.generate([prompt], seed)
+        prompt_ids, token_ids = generation.prompt_ids, generation.token_ids
     else:
-        (given,) = encode_prompts(tokenizer, [prompt], goals)
-        written = tokenizer(text, add_special_tokens=False).input_ids
-    account = account_for(
+        (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals)
+        token_ids = tokenizer(text, add_special_tokens=False).input_ids
+    table = explain_tokens(
         lm,
         tokenizer,
-        given,
-        written,
+        prompt_ids,
+        token_ids,
         goals,
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
     if html is None:
-        _print(account, goal)
+        _print(table, goal)
     else:
         typer.secho(prompt, bold=True, nl=False)
-        typer.echo("".join(account.pieces))
-        write_page(html, account, Heading(prompt, goal, strength, shift))
+        typer.echo("".join(table.pieces))
+        write_page(html, table, PageHeader(prompt, goal, strength, shift))
         typer.echo(f"written to {html}")
 
 
-def _print(account: "Account", goals: Sequence[str]) -> None:
-    """Print a section for each place: what was written, and what else might have been."""
+def _print(table: "TokenTable", goals: Sequence[str]) -> None:
+    """Print the candidates of each position; the chosen token is marked with `>`."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text  # tokens and goals may look like markup
+    from rich.text import Text  # prevents that tokens and goals are parsed as markup
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    grid = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered"):
-        table.add_column(Text(name), justify="left" if name in ("", "token") else "right")
-    for choice in account.choices:
-        for each in choice.candidates:
-            chosen = each is choice.written
-            cells = [">" if chosen else "", repr(account.shown(each.token)), *_figures(each)]
-            table.add_row(*map(Text, cells), style="bold" if chosen else "dim")
-        table.add_row()
-    Console().print(table)
+        grid.add_column(Text(name), justify="left" if name in ("", "token") else "right")
+    for choice in table.choices:
+        for candidate in choice.candidates:
+            chosen = candidate is choice.written
+            token_text = repr(table.token_text(candidate.token))
+            cells = [">" if chosen else "", token_text, *_probabilities(candidate)]
+            grid.add_row(*map(Text, cells), style="bold" if chosen else "dim")
+        grid.add_row()
+    Console().print(grid)
 
 
-def _figures(candidate: "Candidate") -> list[str]:
-    return [f"{each:.4f}" for each in (candidate.lm, *candidate.eap, candidate.steered)]
+def _probabilities(candidate: "Candidate") -> list[str]:
+    return [f"{value:.4f}" for value in (candidate.lm, *candidate.eap, candidate.steered)]

@@ -1,4 +1,4 @@
-"""An explanation as a page: one file, nothing fetched."""
+"""Render an explanation as a self-contained HTML page."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from foretrace._io import atomic_write
 
 if TYPE_CHECKING:
-    from foretrace.cli.token_table import Account
+    from foretrace.cli.token_table import TokenTable
     from foretrace.engines.transformers.explain import Choice
 
-LOW, HIGH, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
-INKS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
-WIDTH, HEIGHT = 720, 150  # of the chart, in its own units
+LOW_COLOR, HIGH_COLOR, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
+LINE_COLORS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
+CHART_WIDTH, CHART_HEIGHT = 720, 150  # in SVG units, as in the template's viewBox
 
 
 @dataclass(frozen=True)
-class Heading:
-    """What the page is about."""
+class PageHeader:
+    """The prompt, the goals and their settings."""
 
     prompt: str
     goals: Sequence[str]
@@ -32,55 +32,55 @@ class Heading:
 
     @property
     def settings(self) -> str:
-        """Strengths and shifts in words."""
+        """Strengths and shifts as text."""
         return "; ".join(
-            f"{name} {', '.join(f'{each:g}' for each in values)}"
+            f"{name} {', '.join(f'{value:g}' for value in values)}"
             for name, values in (("strength", self.strengths), ("shift", self.shifts))
         )
 
 
-def write_page(path: Path, account: "Account", heading: Heading) -> None:
-    """Write the text coloured by EAP, the EAP along it, and the candidates at each place."""
-    goals, pieces, choices = heading.goals, account.pieces, account.choices
-    places = [_place(choice, account.shown) for choice in choices]
+def write_page(path: Path, table: "TokenTable", header: PageHeader) -> None:
+    """Write the text colored by EAP, a chart of the EAP, and the candidates per position."""
+    goals, pieces, choices = header.goals, table.pieces, table.choices
+    positions = [_candidate_rows(choice, table.token_text) for choice in choices]
     template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
     page = Template(template).substitute(
         goals=escape(", ".join(goals)),
-        settings=escape(heading.settings),
-        prompt=escape(heading.prompt),
-        text="".join(map(_token, range(len(pieces)), pieces, choices)),
+        settings=escape(header.settings),
+        prompt=escape(header.prompt),
+        text="".join(map(_token_html, range(len(pieces)), pieces, choices)),
         chart=_chart(choices, goals),
         legend=_legend(goals),
         headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in goals),
-        places=json.dumps(places, ensure_ascii=False).replace("<", "\\u003c"),
+        positions=json.dumps(positions, ensure_ascii=False).replace("<", "\\u003c"),
     )
     with atomic_write(path) as scratch:
         scratch.write_text(page, "utf-8")
 
 
-def _place(choice: "Choice", shown: Callable[[int], str]) -> list[Any]:
-    """Give the candidates as the page's script wants them."""
+def _candidate_rows(choice: "Choice", token_text: Callable[[int], str]) -> list[Any]:
+    """Return the candidates in the format that the page's script expects."""
     return [
         [
-            shown(each.token),
-            *(round(figure, 6) for figure in (each.lm, *each.eap, each.steered)),
-            each is choice.written,
+            token_text(candidate.token),
+            *(round(value, 6) for value in (candidate.lm, *candidate.eap, candidate.steered)),
+            candidate is choice.written,
         ]
-        for each in choice.candidates
+        for candidate in choice.candidates
     ]
 
 
-def _token(place: int, piece: str, choice: "Choice") -> str:
-    red, green, blue = colour(prod(choice.written.eap))
+def _token_html(position: int, piece: str, choice: "Choice") -> str:
+    red, green, blue = eap_color(prod(choice.written.eap))
     return (
-        f'<span class="token" tabindex="0" data-place="{place}" '
+        f'<span class="token" tabindex="0" data-position="{position}" '
         f'style="background:rgb({red},{green},{blue})">{escape(piece)}</span>'
     )
 
 
-def colour(probability: float) -> tuple[int, ...]:
-    """Go from orange at 0 over white to blue at 1; pale enough to read black on it."""
-    end = HIGH if probability > 0.5 else LOW
+def eap_color(probability: float) -> tuple[int, ...]:
+    """Return an RGB color from orange (0) over white (0.5) to blue (1), behind black text."""
+    end = HIGH_COLOR if probability > 0.5 else LOW_COLOR
     share = 0.7 * abs(2 * probability - 1)
     return tuple(
         round((1 - share) * light + share * dark) for light, dark in zip(WHITE, end, strict=True)
@@ -88,31 +88,34 @@ def colour(probability: float) -> tuple[int, ...]:
 
 
 def _chart(choices: "Sequence[Choice]", goals: Sequence[str]) -> str:
-    """Draw the EAP of every goal after each token, and before it, dashed."""
-    step = WIDTH / max(1, len(choices) - 1)
+    """Draw each goal's EAP after every token (solid) and before it (dashed)."""
+    step = CHART_WIDTH / max(1, len(choices) - 1)
 
     def line(values: Sequence[float], style: str) -> str:
-        level = [*values, *values] if len(values) == 1 else values  # a point would not be seen
+        visible = [*values, *values] if len(values) == 1 else values  # a single point is invisible
         points = " ".join(
-            f"{place * step:.1f},{(1 - value) * HEIGHT:.1f}" for place, value in enumerate(level)
+            f"{position * step:.1f},{(1 - value) * CHART_HEIGHT:.1f}"
+            for position, value in enumerate(visible)
         )
         return f'<polyline points="{points}" {style}/>'
 
-    parts = []
+    shapes = []
     for goal in range(len(goals)):
-        ink = f'stroke="{INKS[goal % len(INKS)]}"'
-        parts.append(line([each.expected[goal] for each in choices], f'{ink} class="before"'))
-        parts.append(line([each.written.eap[goal] for each in choices], ink))
-    parts += [
-        f'<line class="place" data-place="{place}" x1="{place * step:.1f}" '
-        f'x2="{place * step:.1f}" y1="0" y2="{HEIGHT}"/>'
-        for place in range(len(choices))
+        stroke = f'stroke="{LINE_COLORS[goal % len(LINE_COLORS)]}"'
+        before = [choice.expected[goal] for choice in choices]
+        after = [choice.written.eap[goal] for choice in choices]
+        shapes += [line(before, f'{stroke} class="before"'), line(after, stroke)]
+    shapes += [
+        f'<line class="position" data-position="{position}" x1="{position * step:.1f}" '
+        f'x2="{position * step:.1f}" y1="0" y2="{CHART_HEIGHT}"/>'
+        for position in range(len(choices))
     ]
-    return "".join(parts)
+    return "".join(shapes)
 
 
 def _legend(goals: Sequence[str]) -> str:
     return "".join(
-        f'<span><i style="background:{INKS[place % len(INKS)]}"></i>{escape(goal)}</span>'
-        for place, goal in enumerate(goals)
+        f'<span><i style="background:{LINE_COLORS[index % len(LINE_COLORS)]}"></i>'
+        f"{escape(goal)}</span>"
+        for index, goal in enumerate(goals)
     )

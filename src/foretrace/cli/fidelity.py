@@ -1,13 +1,13 @@
-"""`foretrace fidelity`: what lookahead is worth, for an LM, its HMM and a goal."""
+"""`foretrace fidelity`: measure how well an HMM predicts the attributes of an LM's texts."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foretrace.cli import goal_options as options
+from foretrace.cli import goal_options
 from foretrace.cli.model_loading import load_lm
-from foretrace.cli.progress import Bars
+from foretrace.cli.progress import ProgressBars
 from foretrace.cli.prompts import read_prompts
 
 EPILOG = (
@@ -17,25 +17,29 @@ EPILOG = (
 
 
 def fidelity(
-    model: options.Model,
-    hmm: options.HMMSource,
-    goal: Annotated[str, typer.Option(help="Attributes joined by & | ~, as 'nontoxic & ~formal'.")],
-    prompts: Annotated[Path, typer.Option(help="Texts to go on from: .jsonl, .csv, .txt, ...")],
-    out: Annotated[Path, typer.Option(help="The folder to write figures into.")],
-    column: Annotated[str | None, typer.Option(help="The column; else `prompt` or `text`.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many of the prompts.")] = 100,
-    rollouts: Annotated[int, typer.Option(min=2, help="How often the LM goes on.")] = 64,
-    attributes: options.Attributes = Path(),
-    strength: Annotated[float, typer.Option(help="Of the transform that is drawn.")] = 1.0,
-    shift: Annotated[float, typer.Option(help="Of the transform that is drawn.")] = 0.0,
+    model: goal_options.Model,
+    hmm: goal_options.HMMSource,
+    goal: Annotated[
+        str, typer.Option(help="Attributes joined by & | ~, such as 'nontoxic & ~formal'.")
+    ],
+    prompts: Annotated[Path, typer.Option(help="A file of prompts: .jsonl, .csv, .txt, ...")],
+    out: Annotated[Path, typer.Option(help="Output folder.")],
+    column: Annotated[
+        str | None, typer.Option(help="The column of --prompts. Default: `prompt`, else `text`.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 100,
+    rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per prompt.")] = 64,
+    attributes: goal_options.Attributes = Path(),
+    strength: Annotated[float, typer.Option(help="Scale of the transform in the plot.")] = 1.0,
+    shift: Annotated[float, typer.Option(help="Shift of the transform in the plot.")] = 0.0,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Also ask a linear probe on the LM's own state.")
+        bool, typer.Option("--probe", help="Also fit a linear probe on the LM's hidden states.")
     ] = False,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    seed: goal_options.Seed = 0,
+    device: goal_options.Device = "auto",
+    dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Hold what the HMM expects of texts against what the LM writes, many times over."""
+    """Compare the HMM's expected attribute probability with rollouts of the LM."""
     from foretrace import _io
     from foretrace.attribute import LogitAffine
     from foretrace.engines.transformers import stop_tokens
@@ -44,26 +48,26 @@ def fidelity(
     from foretrace.evaluate.plots import draw_fidelity
 
     lm, tokenizer = load_lm(model, dtype, device)
-    known = options.load_hmm(hmm, tokenizer, lm.device)
-    (target,) = options.load_goals(
-        known, tokenizer, attributes, [goal], [strength], [shift], 64, False
+    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    (loaded_goal,) = goal_options.load_goals(
+        loaded_hmm, tokenizer, attributes, [goal], [strength], [shift], 64, False
     )
-    ends = known.config.eos_token_ids
+    eos_token_ids = loaded_hmm.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
-    with Bars(resumes=False) as bars:
-        found = measure_fidelity(
+    with ProgressBars(resumes=False) as bars:
+        result = measure_fidelity(
             lm,
-            target.lookahead,
-            encode_with_bos(tokenizer, texts, ends[0] if ends else None),
-            ends=stop_tokens(lm.generation_config, ends),
+            loaded_goal.lookahead,
+            encode_with_bos(tokenizer, texts, eos_token_ids[0] if eos_token_ids else None),
+            ends=stop_tokens(lm.generation_config, eos_token_ids),
             rollouts=rollouts,
             seed=seed,
             probe=probe,
-            observe=lambda done, total: bars.show("go on", done, total, "prompts"),
+            observe=lambda done, total: bars.update("rollouts", done, total, "prompts"),
         )
-    summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **found.summary()}
+    summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **result.summary()}
     _io.write_json(out / "fidelity.json", summary)
-    draw_fidelity(found, LogitAffine(strength, shift), out / "fidelity.png", goal)
+    draw_fidelity(result, LogitAffine(strength, shift), out / "fidelity.png", goal)
     _print(summary)
     typer.echo(f"written to {out}: fidelity.json, fidelity.png")
 
@@ -72,20 +76,22 @@ def _print(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    across = Table("tokens to come", "rank correlation", "expected", "observed", box=None)
-    for ahead, facts in summary["across prefixes"].items():
-        figures = (facts["spearman"], facts["expected"], facts["observed"])
-        across.add_row(f"{ahead}", *(f"{each:.3f}" for each in figures))
-    heads = ("within a prefix: tokens", "concordance", "of a probe", "prefixes", "pairs")
-    within = Table(*heads, box=None)
-    for later, facts in summary["within a prefix"].items():
-        within.add_row(
-            f"2 to {later + 1}",
+    across_prefixes = Table(
+        "remaining tokens", "rank correlation", "expected", "observed", box=None
+    )
+    for remaining, facts in summary["across prefixes"].items():
+        values = (facts["spearman"], facts["expected"], facts["observed"])
+        across_prefixes.add_row(f"{remaining}", *(f"{value:.3f}" for value in values))
+    headings = ("within a prefix: tokens", "concordance", "probe", "prefixes", "pairs")
+    within_prefix = Table(*headings, box=None)
+    for length, facts in summary["within a prefix"].items():
+        within_prefix.add_row(
+            f"2 to {length + 1}",
             f"{facts['concordance']:.3f}",
             f"{facts['probe']:.3f}" if "probe" in facts else "",
             f"{facts['prefixes']}",
             f"{facts['pairs']:,}",
         )
     console = Console()
-    console.print(across)
-    console.print(within)
+    console.print(across_prefixes)
+    console.print(within_prefix)

@@ -1,4 +1,4 @@
-"""`foretrace fit`: from texts and scores to an attribute, or to one for every label."""
+"""`foretrace fit`: fit an attribute to scored texts, or one attribute per label."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +11,7 @@ import typer
 from foretrace.cli.attribute import describe
 from foretrace.cli.device import choose_device
 from foretrace.cli.model_loading import load_tokenizer
-from foretrace.cli.progress import Bars
+from foretrace.cli.progress import ProgressBars
 
 if TYPE_CHECKING:
     from foretrace.attribute import Attribute, FitConfig
@@ -24,7 +24,7 @@ EPILOG = (
 
 
 class Objective(StrEnum):
-    """What is fitted by."""
+    """The loss that the fit minimizes."""
 
     cross_entropy = "cross-entropy"
     log_mse = "log-mse"
@@ -32,56 +32,77 @@ class Objective(StrEnum):
 
 def fit(
     data: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, .parquet; also .xz, .gz.")],
-    tokenizer: Annotated[str, typer.Option(help="Of the LM to steer: a folder, or a hub id.")],
-    out: Annotated[Path, typer.Option(help="The file to write; with --by, the folder.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="The tokenizer of the LM to steer: a folder, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option(help="Output file; with --by, the output folder.")],
     text: Annotated[str, typer.Option(help="The column of texts.")] = "text",
     score: Annotated[str, typer.Option(help="The column of scores in [0, 1].")] = "score",
-    invert: Annotated[bool, typer.Option(help="Scores are of not having it.")] = False,
+    invert: Annotated[
+        bool, typer.Option(help="Use 1 - score: the scores are of the attribute's absence.")
+    ] = False,
     by: Annotated[
-        str | None, typer.Option(help="Fit one attribute for every value of this column.")
+        str | None, typer.Option(help="Fit one attribute per value of this column.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What to call it, if not as the file.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the attribute. Default: the file's name.")
+    ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="Score by module:function, or a classifier's folder or id.")
+        str | None,
+        typer.Option(
+            help="Score texts by module:function, or by a classifier: a folder, or a hub id."
+        ),
     ] = None,
-    label: Annotated[str | None, typer.Option(help="The classifier's class, or words.")] = None,
-    zero_shot: Annotated[bool, typer.Option(help="The classifier is one of entailment.")] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(help="The class of the classifier; with --zero-shot, any description."),
+    ] = None,
+    zero_shot: Annotated[bool, typer.Option(help="The classifier is an entailment model.")] = False,
     encoder: Annotated[
         str | None, typer.Option(help="The sentence encoder of a judge that uses embeddings.")
     ] = None,
     judgements: Annotated[
-        Path | None, typer.Option(help="Where the judge's scores are kept; else beside --out.")
+        Path | None, typer.Option(help="Cache file of the judge's scores. Default: next to --out.")
     ] = None,
-    device: Annotated[str, typer.Option(help="The classifier's: cpu, cuda, or auto.")] = "auto",
-    objective: Annotated[Objective, typer.Option(help="What to fit by.")] = Objective.cross_entropy,
-    terms: Annotated[int, typer.Option(help="Products in the mixture, at most.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="Device of the classifier: cpu, cuda, or auto.")
+    ] = "auto",
+    objective: Annotated[
+        Objective, typer.Option(help="Loss of the fit.")
+    ] = Objective.cross_entropy,
+    terms: Annotated[int, typer.Option(help="Maximum number of terms in the mixture.")] = 1,
     by_absence: Annotated[
-        bool | None, typer.Option(help="Fit the absence and negate; so by default with --by.")
+        bool | None,
+        typer.Option(help="Fit the attribute's absence and negate it. Default with --by."),
     ] = None,
-    scale: Annotated[float | None, typer.Option(help="Of the scores' transform.")] = None,
-    shift: Annotated[float | None, typer.Option(help="Of the scores' transform.")] = None,
-    penalty: Annotated[float, typer.Option(help="Against weights from few texts.")] = 1.0,
-    window: Annotated[int, typer.Option(help="Most tokens of a text to take at once.")] = 128,
-    seed: Annotated[int, typer.Option(help="Decides which texts are held out.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the fit, as this PNG.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Scale of the scores' transform.")] = None,
+    shift: Annotated[float | None, typer.Option(help="Shift of the scores' transform.")] = None,
+    penalty: Annotated[float, typer.Option(help="Penalty on the weights of rare tokens.")] = 1.0,
+    window: Annotated[int, typer.Option(help="Tokens per window; longer texts are split.")] = 128,
+    seed: Annotated[int, typer.Option(help="Random seed of the held-out split.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also write a plot of the fit to this PNG file.")
+    ] = None,
 ) -> None:
-    """Fit an attribute to scored texts, in about a second."""
+    """Fit an attribute to scored texts. This takes about a second."""
     from foretrace import _tabular
     from foretrace.attribute import FitConfig, LogitAffine
     from foretrace.attribute.fitting.plot import draw
     from foretrace.evaluate import load_judge
 
-    _require_fitting_options(
+    _check_options(
         out,
         by is not None,
         by=(invert, name, judge, plot),
         judge=(label, zero_shot, encoder, judgements),
     )
-    chosen = scale is None and shift is None
+    choose_transform = scale is None and shift is None
     config = FitConfig(
         objective=objective.value,
         terms=terms,
-        transform=None if chosen else LogitAffine(1.0 if scale is None else scale, shift or 0.0),
+        transform=None
+        if choose_transform
+        else LogitAffine(1.0 if scale is None else scale, shift or 0.0),
         by_absence=by is not None if by_absence is None else by_absence,
         penalty=penalty,
         seed=seed,
@@ -90,52 +111,50 @@ def fit(
     target = by or (None if judge else score)
     rows = _tabular.read_rows(data, [text] if target is None else [text, target])
     texts = _tabular.texts(rows, text, data)
-    fitting = _Fitting(tokenizer, window, config)
+    fitter = _Fitter(tokenizer, window, config)
     if by is not None:
         labels = [str(value) for value in _tabular.column(rows, by, data)]
-        fitting.each(texts, labels, out, {**source, "by": by})
+        fitter.fit_labels(texts, labels, out, {**source, "by": by})
         return
     if judge is None:
         scores = _tabular.probabilities(rows, score, data)
         source["score"] = score
     else:
-        loaded = load_judge(
+        loaded_judge = load_judge(
             judge,
             label=label,
             zero_shot=zero_shot,
             device=choose_device(device),
             encoder=encoder,
         )
-        kept = judgements or out.with_suffix(".judgements.jsonl")
+        cache_file = judgements or out.with_suffix(".judgements.jsonl")
         total = len(texts)
-        texts, scores = _judged(texts, loaded, kept)
+        texts, scores = _judge(texts, loaded_judge, cache_file)
         source |= {"judge": judge, "label": label, "judge_failed": total - len(texts)}
     if invert:
         scores = [1 - value for value in scores]
     source["inverted"] = invert
-    attribute = fitting.one(texts, scores, name or out.stem, out, source)
+    attribute = fitter.fit_scores(texts, scores, name or out.stem, out, source)
     if plot is not None:
         draw(attribute.config, plot)
 
 
-def _require_fitting_options(
-    out: Path, each: bool, by: tuple[Any, ...], judge: tuple[Any, ...]
-) -> None:
-    """Refuse options that would have no effect, and an output that cannot be written."""
-    if each and any(by):
+def _check_options(out: Path, per_label: bool, by: tuple[Any, ...], judge: tuple[Any, ...]) -> None:
+    """Raise an error for options without effect, and for an output that cannot be written."""
+    if per_label and any(by):
         raise typer.BadParameter("--invert, --name, --judge and --plot have no meaning with --by.")
     if any(judge) and not by[2]:
         raise typer.BadParameter(
             "--label, --zero-shot, --encoder and --judgements are for a --judge."
         )
-    if each and out.is_file():
+    if per_label and out.is_file():
         raise typer.BadParameter(f"--out {out} is a file; with --by it must be a folder.")
-    if not each and out.is_dir():
+    if not per_label and out.is_dir():
         raise typer.BadParameter(f"--out {out} is a folder; name a file in it.")
 
 
-class _Fitting:
-    """Tokenizes, fits, writes and tells."""
+class _Fitter:
+    """Tokenizes texts, fits attributes, saves them and prints a summary."""
 
     def __init__(self, tokenizer: str, window: int, config: "FitConfig") -> None:
         from foretrace.vocabulary import tokenizer_settings
@@ -144,10 +163,10 @@ class _Fitting:
         self.window = window
         self.settings = {"config": config, **tokenizer_settings(self.tokenizer.get_vocab())}
 
-    def one(
+    def fit_scores(
         self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]
     ) -> "Attribute":
-        """Fit one attribute to scores."""
+        """Fit one attribute to scores, save and describe it."""
         from foretrace.attribute import Attribute, tokenize
 
         windows = tokenize(texts, self.tokenizer, self.window)
@@ -160,20 +179,22 @@ class _Fitting:
             source=source,
             **self.settings,
         )
-        taken = perf_counter() - start
+        seconds = perf_counter() - start
         attribute.save(out)
         describe(attribute, self.tokenizer)
         size = out.stat().st_size / 1000
-        typer.echo(f"fitted in {taken:.1f} s, written to {out} ({size:.1f} kB)")
+        typer.echo(f"fitted in {seconds:.1f} s, written to {out} ({size:.1f} kB)")
         return attribute
 
-    def each(self, texts: list[str], labels: list[str], out: Path, source: dict[str, Any]) -> None:
-        """Fit one attribute for every label, and put them into a store."""
+    def fit_labels(
+        self, texts: list[str], labels: list[str], out: Path, source: dict[str, Any]
+    ) -> None:
+        """Fit one attribute per label, and add them to a store."""
         from foretrace.attribute import Attribute, AttributeStore, tokenize
 
-        store, names, ranks = AttributeStore(out), sorted(set(labels)), []
+        store, names, aucs = AttributeStore(out), sorted(set(labels)), []
         for label in names:
-            store.path(label)  # refuses what cannot be a name, before the work
+            store.path(label)  # raises an error for an invalid name before the fit
         windows = tokenize(texts, self.tokenizer, self.window)
         attributes = Attribute.fit_each(
             windows.token_ids,
@@ -182,40 +203,42 @@ class _Fitting:
             source=source,
             **self.settings,
         )
-        with Bars(resumes=False) as bars:
+        with ProgressBars(resumes=False) as bars:
             for done, attribute in enumerate(attributes, 1):
                 store.add(attribute)
-                ranks.append(attribute.config.fit["auc"])
-                bars.show("fit", done, len(names), "attributes")
-        found = [rank for rank in ranks if rank is not None] or [float("nan")]
-        some = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+                aucs.append(attribute.config.fit["auc"])
+                bars.update("fit", done, len(names), "attributes")
+        known_aucs = [auc for auc in aucs if auc is not None] or [float("nan")]
+        examples = ", ".join(f"'{name}'" for name in names[:3]) + (
+            ", ..." if len(names) > 3 else ""
+        )
         typer.echo(
-            f"{len(names)} attributes in {out} ({some}), median AUC on held-out texts "
-            f"{median(found):.3f}"
+            f"{len(names)} attributes in {out} ({examples}), median AUC on held-out texts "
+            f"{median(known_aucs):.3f}"
         )
 
 
-def _judged(texts: list[str], judge: "Judge", kept: Path) -> tuple[list[str], list[float]]:
-    """Score texts; leave out those that could not be judged, and say how many."""
-    from foretrace.attribute.fitting.tokenize import require_content
+def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str], list[float]]:
+    """Score texts; drop those that the judge fails on, and print how many."""
+    from foretrace.attribute.text import require_content
     from foretrace.errors import InvalidInputError
     from foretrace.evaluate import judge_texts
 
     require_content(texts)
-    with Bars() as bars:
-        found = judge_texts(
+    with ProgressBars(resumes=True) as bars:
+        judged = judge_texts(
             texts,
             judge,
-            cache=kept,
-            observe=lambda done, total: bars.show("judge", done, total, "texts"),
+            cache=cache_file,
+            observe=lambda done, total: bars.update("judge", done, total, "texts"),
         )
-    pairs = zip(texts, found.scores, strict=True)
+    pairs = zip(texts, judged.scores, strict=True)
     scored = [(text, score) for text, score in pairs if score is not None]
     if not scored:
         raise InvalidInputError(
-            f"The judge '{judge.name}' scored none of {len(texts)} texts ({found.last_failure}). "
-            f"It must give a number in [0, 1] for each text that it gets."
+            f"The judge '{judge.name}' scored none of {len(texts)} texts ({judged.last_failure}). "
+            f"It must return a number in [0, 1] for each text."
         )
-    if found.failed:
-        typer.echo(f"{found.failed} texts left out: the judge failed ({found.last_failure})")
+    if judged.failed:
+        typer.echo(f"{judged.failed} texts left out: the judge failed ({judged.last_failure})")
     return [text for text, _ in scored], [score for _, score in scored]

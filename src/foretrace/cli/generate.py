@@ -1,4 +1,4 @@
-"""`foretrace generate`: write continuations, steered, and bare beside them if asked."""
+"""`foretrace generate`: generate steered continuations, optionally beside unsteered ones."""
 
 import json
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli import goal_options as goals_of
+from foretrace.cli import goal_options
 from foretrace.cli.model_loading import load_lm
 from foretrace.cli.prompts import read_prompts
-from foretrace.cli.text_generator import Writer, Written
+from foretrace.cli.text_generator import Generation, TextGenerator
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,45 +23,52 @@ EPILOG = (
 
 
 def generate(
-    model: goals_of.Model,
-    hmm: goals_of.HMMSource,
-    goal: Annotated[list[str] | None, goals_of.GOAL] = None,
-    must_contain: goals_of.MustContain = None,
-    must_not_contain: goals_of.MustNotContain = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue.")] = None,
+    model: goal_options.Model,
+    hmm: goal_options.HMMSource,
+    goal: Annotated[list[str] | None, goal_options.GOAL] = None,
+    must_contain: goal_options.MustContain = None,
+    must_not_contain: goal_options.MustNotContain = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="More of them: .jsonl, .csv, .parquet, .txt; also .xz, .gz.")
+        Path | None,
+        typer.Option(help="A file of prompts: .jsonl, .csv, .parquet, .txt; also .xz, .gz."),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="The column of --prompts; else `prompt`, or `text`.")
+        str | None, typer.Option(help="The column of --prompts. Default: `prompt`, else `text`.")
     ] = None,
-    attributes: goals_of.Attributes = Path(),
-    strength: goals_of.Strengths = [1.0],  # noqa: B006  typer copies it
-    shift: goals_of.Shifts = [0.0],  # noqa: B006
-    compare: Annotated[bool, typer.Option(help="Print bare and steered side by side.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
-    max_new_tokens: goals_of.MaxNewTokens = 40,
-    horizon: goals_of.Horizon = 64,
-    neutral_end: goals_of.NeutralEnd = False,
-    temperature: goals_of.Temperature = 1.0,
-    top_p: goals_of.TopP = 1.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once; 1 streams.")] = 1,
-    seed: goals_of.Seed = 0,
-    device: goals_of.Device = "auto",
-    dtype: goals_of.Dtype = "auto",
+    attributes: goal_options.Attributes = Path(),
+    strength: goal_options.Strengths = [1.0],  # noqa: B006  typer copies it
+    shift: goal_options.Shifts = [0.0],  # noqa: B006
+    compare: Annotated[
+        bool, typer.Option(help="Print unsteered and steered texts side by side.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt.")
+    ] = False,
+    max_new_tokens: goal_options.MaxNewTokens = 40,
+    horizon: goal_options.Horizon = 64,
+    neutral_end: goal_options.NeutralEnd = False,
+    temperature: goal_options.Temperature = 1.0,
+    top_p: goal_options.TopP = 1.0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Prompts per batch; 1 streams the text.")
+    ] = 1,
+    seed: goal_options.Seed = 0,
+    device: goal_options.Device = "auto",
+    dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Write what follows prompts, steered toward goals."""
+    """Generate continuations of prompts, steered toward goals."""
     if column is not None and prompts is None:
-        raise typer.BadParameter("--column is of --prompts, which is not given.")
-    asked = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
+        raise typer.BadParameter("--column is an option of --prompts, which is missing.")
+    texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
     if not (goal or must_contain or must_not_contain):
-        raise typer.BadParameter("Give a --goal, or what a text --must-contain or must not.")
-    if not asked:
+        raise typer.BadParameter("Give a --goal, a --must-contain or a --must-not-contain.")
+    if not texts:
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
     lm, tokenizer = load_lm(model, dtype, device)
-    known = goals_of.load_hmm(hmm, tokenizer, lm.device)
-    goals = goals_of.load_goals(
-        known,
+    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    goals = goal_options.load_goals(
+        loaded_hmm,
         tokenizer,
         attributes,
         goal or [],
@@ -72,59 +79,61 @@ def generate(
         must_contain,
         must_not_contain,
     )
-    options = goals_of.sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
-    writer = Writer(lm, tokenizer, goals, options)
-    show = _as_json if as_json else _side_by_side if compare else _in_turn
-    for start in range(0, len(asked), batch_size):
-        show(writer, asked[start : start + batch_size], seed + start, compare)
+    sampling = goal_options.sampling_options(temperature, top_p)
+    generator = TextGenerator(lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens})
+    print_batch = _print_json if as_json else _print_side_by_side if compare else _print_texts
+    for start in range(0, len(texts), batch_size):
+        print_batch(generator, texts[start : start + batch_size], seed + start, compare)
 
 
-def _in_turn(writer: Writer, prompts: Sequence[str], seed: int, _: bool) -> None:
-    """Print each prompt and what follows it, as it is written."""
+def _print_texts(generator: TextGenerator, prompts: Sequence[str], seed: int, _: bool) -> None:
+    """Print each prompt with its continuation; stream the text of a single prompt."""
     shown = ""
 
-    def more(text: str) -> None:
+    def print_new(text: str) -> None:
         nonlocal shown
         typer.echo(text.removeprefix(shown), nl=False)
         shown = text
 
-    alone = len(prompts) == 1
-    if alone:
+    single = len(prompts) == 1
+    if single:
         typer.secho(prompts[0], bold=True, nl=False)
-    texts = writer.write(prompts, seed, show=more if alone else None)
-    if alone:
-        typer.echo(texts[0].text.removeprefix(shown) + "\n")
+    generations = generator.generate(prompts, seed, on_text=print_new if single else None)
+    if single:
+        typer.echo(generations[0].text.removeprefix(shown) + "\n")
         return
-    for prompt, written in zip(prompts, texts, strict=True):
+    for prompt, generation in zip(prompts, generations, strict=True):
         typer.secho(prompt, bold=True, nl=False)
-        typer.echo(written.text + "\n")
+        typer.echo(generation.text + "\n")
 
 
-def _side_by_side(writer: Writer, prompts: Sequence[str], seed: int, _: bool) -> None:
-    """Print bare and steered texts in two columns, as they are written."""
+def _print_side_by_side(
+    generator: TextGenerator, prompts: Sequence[str], seed: int, _: bool
+) -> None:
+    """Print unsteered and steered texts in two columns, with streaming."""
     from rich.live import Live
 
     with Live() as live:
-        bare = writer.write(
+        unsteered = generator.generate(
             prompts,
             seed,
             steered=False,
-            show=lambda text: live.update(_columns(prompts, [Written(text, ())], [])),
+            on_text=lambda text: live.update(_columns(prompts, [Generation(text, ())], [])),
         )
-        steered = writer.write(
+        steered = generator.generate(
             prompts,
             seed,
-            show=lambda text: live.update(_columns(prompts, bare, [Written(text, ())])),
+            on_text=lambda text: live.update(_columns(prompts, unsteered, [Generation(text, ())])),
         )
-        live.update(_columns(prompts, bare, steered))
+        live.update(_columns(prompts, unsteered, steered))
     if not live.console.is_terminal:
-        typer.echo()  # where nothing moves, the last line is not ended
-    if [each.text for each in bare] == [each.text for each in steered]:
-        typer.echo("The goal changed nothing here. Try more --strength, or another --seed.")
+        typer.echo()  # outside a terminal, Live does not end the last line
+    if [row.text for row in unsteered] == [row.text for row in steered]:
+        typer.echo("The goal changed nothing here. Try a larger --strength, or another --seed.")
 
 
 def _columns(
-    prompts: Sequence[str], bare: Sequence[Written], steered: Sequence[Written]
+    prompts: Sequence[str], unsteered: Sequence[Generation], steered: Sequence[Generation]
 ) -> "Table":
     from itertools import zip_longest
 
@@ -133,31 +142,32 @@ def _columns(
     table = Table("bare", "steered", expand=True, show_lines=True)
     for column in table.columns:
         column.ratio = 1
-    for prompt, *cells in zip_longest(prompts, bare, steered):
-        table.add_row(*(_cell(prompt, cell or Written("", ())) for cell in cells))
+    for prompt, *generations in zip_longest(prompts, unsteered, steered):
+        cells = (_cell(prompt, generation or Generation("", ())) for generation in generations)
+        table.add_row(*cells)
     return table
 
 
-def _cell(prompt: str, written: Written) -> "Text":
-    from rich.text import Text  # texts may look like markup
+def _cell(prompt: str, generation: Generation) -> "Text":
+    from rich.text import Text  # prevents that texts are parsed as markup
 
-    cell = Text.assemble((prompt, "dim"), written.text)
-    if written.probability:
-        figures = ", ".join(f"{each:.3f}" for each in written.probability)
-        cell.append(f"\nattribute probability {figures}", "cyan")
+    cell = Text.assemble((prompt, "dim"), generation.text)
+    if generation.probability:
+        values = ", ".join(f"{value:.3f}" for value in generation.probability)
+        cell.append(f"\nattribute probability {values}", "cyan")
     return cell
 
 
-def _as_json(writer: Writer, prompts: Sequence[str], seed: int, compare: bool) -> None:
-    """Print an object per prompt."""
-    steered = writer.write(prompts, seed)
-    bare = writer.write(prompts, seed, steered=False) if compare else [None] * len(prompts)
-    for prompt, own, other in zip(prompts, steered, bare, strict=True):
-        row: dict[str, Any] = {"prompt": prompt, **_row(own)}
-        if other is not None:
-            row["bare"] = _row(other)
+def _print_json(generator: TextGenerator, prompts: Sequence[str], seed: int, compare: bool) -> None:
+    """Print a JSON object per prompt; with `compare`, the unsteered text is under `bare`."""
+    steered = generator.generate(prompts, seed)
+    unsteered = generator.generate(prompts, seed, steered=False) if compare else []
+    for index, prompt in enumerate(prompts):
+        row: dict[str, Any] = {"prompt": prompt, **_json_fields(steered[index])}
+        if compare:
+            row["bare"] = _json_fields(unsteered[index])
         typer.echo(json.dumps(row, ensure_ascii=False))
 
 
-def _row(written: Written) -> dict[str, Any]:
-    return {"text": written.text, "probability": written.probability}
+def _json_fields(generation: Generation) -> dict[str, Any]:
+    return {"text": generation.text, "probability": generation.probability}

@@ -1,4 +1,4 @@
-"""What verbs that steer have in common: the goals, and how to write."""
+"""Options of commands that steer, and functions to load the HMM and the goals that they name."""
 
 from functools import cache
 from pathlib import Path
@@ -13,18 +13,24 @@ if TYPE_CHECKING:
     from foretrace.hmm import HMM
     from foretrace.steering import Goal
 
-FAR = 64  # tokens: how far ahead what must occur is looked for
+MIN_CONSTRAINT_HORIZON = 64  # tokens
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
 HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
 GOAL = typer.Option(
-    "--goal", help="Attributes joined by & | ~, as 'nontoxic & ~formal'; several multiply."
+    "--goal",
+    help="Attributes joined by & | ~, such as 'nontoxic & ~formal'; repeatable: the factors of "
+    "several goals are multiplied.",
 )
 Expressions = Annotated[list[str], GOAL]
 MustContain = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="What must occur in the text; each does.")
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="A text that must occur in the continuation; repeatable."),
 ]
 MustNotContain = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="What must not; none of them does.")
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="A text that must not occur in the continuation; repeatable."
+    ),
 ]
 
 
@@ -37,37 +43,47 @@ def _above_zero(values: list[float]) -> list[float]:
     return values
 
 
-Attributes = Annotated[Path, typer.Option(help="The folder of the attributes' files.")]
+Attributes = Annotated[Path, typer.Option(help="The folder of attribute files.")]
 Strengths = Annotated[
     list[float],
     typer.Option(
-        "--strength", help="How strongly: for all goals, or for each.", callback=_above_zero
+        "--strength",
+        help="Scale of a goal's logit; above 1 steers more strongly. One value for all goals, or "
+        "one per goal.",
+        callback=_above_zero,
     ),
 ]
-Shifts = Annotated[list[float], typer.Option("--shift", help="Added to a goal's logit; as above.")]
-Horizon = Annotated[int, typer.Option(min=0, help="How many tokens to look ahead at most.")]
+Shifts = Annotated[
+    list[float],
+    typer.Option(
+        "--shift", help="Added to a goal's scaled logit. One value for all goals, or one per goal."
+    ),
+]
+Horizon = Annotated[int, typer.Option(min=0, help="Maximum number of tokens to look ahead.")]
 NeutralEnd = Annotated[
-    bool, typer.Option(help="Let texts end as often as bare ones do: no escape from the goal.")
+    bool,
+    typer.Option(
+        help="Give the end-of-text token the probability that the LM gives it, so that texts do "
+        "not end early to meet a goal."
+    ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to write at most.")]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")
-]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from this much of the probability.")
+    float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: the probability mass to keep.")
 ]
-Seed = Annotated[int, typer.Option(help="The same seed writes the same text.")]
+Seed = Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-Dtype = Annotated[str, typer.Option(help="Of the language model: float32, bfloat16, or auto.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the LM: float32, bfloat16, or auto.")]
 
 
 def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.device") -> "HMM":
-    """Load the HMM of the tokenizer's LM; that of another one is refused."""
+    """Load an HMM, and check that it was made with this tokenizer."""
     from foretrace.hmm import HMM
     from foretrace.vocabulary import fingerprint
 
-    known = fingerprint(tokenizer.get_vocab())
-    return HMM.from_pretrained(source, tokenizer_fingerprint=known).to(device)
+    expected = fingerprint(tokenizer.get_vocab())
+    return HMM.from_pretrained(source, tokenizer_fingerprint=expected).to(device)
 
 
 def load_goals(
@@ -79,10 +95,13 @@ def load_goals(
     shifts: list[float],
     horizon: int,
     neutral_end: bool,
-    must: list[str] | None = None,
-    must_not: list[str] | None = None,
+    must_contain: list[str] | None = None,
+    must_not_contain: list[str] | None = None,
 ) -> "list[Goal]":
-    """Build the goals that were asked for, each with its strength and shift; constraints last."""
+    """Build one goal per expression, and one for the constraints if there are any.
+
+    The constraints have strength 1 and shift 0, unless there are no expressions.
+    """
     from foretrace.attribute import AttributeStore, Expression, parse
     from foretrace.engines.token_bytes import TokenBytes
     from foretrace.engines.vllm.params import constraint
@@ -91,37 +110,45 @@ def load_goals(
     from foretrace.steering import Goal
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
-    spelling = cache(TokenBytes.of)  # if it is needed at all, and then once
+    token_bytes = cache(TokenBytes.of)  # built at most once, and only if an expression needs it
 
-    def lookahead(expression: Expression, reach: int = horizon) -> Lookahead:
-        built = expression.build(store, lambda each: spelling(tokenizer).mentions(each.texts))
-        return Lookahead(hmm, built, reach)
+    def lookahead(expression: Expression, horizon: int) -> Lookahead:
+        attribute = expression.build(
+            store, lambda mention: token_bytes(tokenizer).mentions(mention.texts)
+        )
+        return Lookahead(hmm, attribute, horizon)
 
     parsed = [parse(text) for text in expressions]
-    if any(each.names for each in parsed) and not any(True for _ in store):
+    if any(expression.names for expression in parsed) and not any(True for _ in store):
         raise InvalidInputError(
             f"There are no attributes in {folder.resolve()}. Say where they are, with --attributes."
         )
-    lookaheads = [lookahead(each) for each in parsed]
-    count = len(expressions) or 1  # constraints alone are a goal, too
-    own, more = _for_each(strengths, count, "--strength"), _for_each(shifts, count, "--shift")
-    if must or must_not:
-        # It may come at any time: who looks less far ahead would want it sooner.
-        lookaheads.append(lookahead(constraint(must or [], must_not or []), max(horizon, FAR)))
-        own, more = [*own, 1.0], [*more, 0.0]
-    transforms = zip(own, more, strict=True)
-    return [Goal(each, *next(transforms), neutral_end) for each in lookaheads]
+    lookaheads = [lookahead(expression, horizon) for expression in parsed]
+    count = len(expressions) or 1  # constraints alone are one goal
+    strengths = _one_per_goal(strengths, count, "--strength")
+    shifts = _one_per_goal(shifts, count, "--shift")
+    if must_contain or must_not_contain:
+        # With a short horizon, steering would push a required text to occur too early.
+        lookaheads.append(
+            lookahead(
+                constraint(must_contain or [], must_not_contain or []),
+                max(horizon, MIN_CONSTRAINT_HORIZON),
+            )
+        )
+        strengths, shifts = [*strengths, 1.0], [*shifts, 0.0]
+    transforms = zip(strengths, shifts, strict=True)
+    return [Goal(built, *next(transforms), neutral_end) for built in lookaheads]
 
 
-def _for_each(values: list[float], count: int, option: str) -> list[float]:
-    """Give every goal its own value; one is for all."""
+def _one_per_goal(values: list[float], count: int, option: str) -> list[float]:
+    """Return one value per goal; repeat a single value."""
     if len(values) not in (1, count):
         raise typer.BadParameter(f"{option} is given {len(values)} times, for {count} goals.")
     return values if len(values) == count else values * count
 
 
-def sampling(temperature: float, top_p: float) -> dict[str, object]:
-    """Say to transformers how tokens are chosen."""
+def sampling_options(temperature: float, top_p: float) -> dict[str, object]:
+    """Return the keyword arguments of `model.generate` for a temperature and a top-p."""
     if temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p}

@@ -1,4 +1,4 @@
-"""`foretrace hmm`: look at an HMM, convert a published one, make one sparse."""
+"""`foretrace hmm`: inspect, convert and sparsify HMMs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from foretrace.hmm import HMM
 
 app = typer.Typer(
-    help="Look at hidden Markov models, convert published ones, make them sparse.",
+    help="Inspect hidden Markov models, convert published ones, make them sparse.",
     no_args_is_help=True,
 )
 
-# What is told of how an HMM was made, unless all is asked for.
-TOLD = (
+# Facts about the distillation that `show` prints without --all.
+SHOWN_FACTS = (
     "converted_from",
     "sequences",
     "epochs",
@@ -25,27 +25,29 @@ TOLD = (
     "nats_per_token",
     "tolerance",
 )
-Source = Annotated[str, typer.Argument(help="A folder, or a repository of the hub.")]
-Out = Annotated[Path, typer.Option(help="The folder to write.")]
+Source = Annotated[str, typer.Argument(help="A folder, or a hub id.")]
+Out = Annotated[Path, typer.Option(help="Output folder.")]
 
 
 class StoredDtype(StrEnum):
-    """What tables can be stored as."""
+    """The dtype of stored tables."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
-Dtype = Annotated[StoredDtype | None, typer.Option(help="Store the tables as this.")]
+Dtype = Annotated[StoredDtype | None, typer.Option(help="Dtype of the stored tables.")]
 
 
 @app.command(epilog="Example: foretrace hmm show my-hmm")
 def show(
     source: Source,
-    everything: Annotated[bool, typer.Option("--all", help="Also how it was made.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also print every fact about its distillation.")
+    ] = False,
 ) -> None:
-    """Print what an HMM is, how good it is, and where it comes from."""
+    """Print the size, quality and origin of an HMM."""
     from foretrace.hmm import HMM
 
     _describe(HMM.from_pretrained(source), everything)
@@ -53,7 +55,7 @@ def show(
 
 @app.command(epilog="Example: foretrace hmm convert their-checkpoint --out my-hmm --dtype bfloat16")
 def convert(source: Source, out: Out, dtype: Dtype = None) -> None:
-    """Convert a checkpoint of TRACE or Ctrl-G to foretrace's format."""
+    """Convert a checkpoint of TRACE or Ctrl-G to the format of foretrace."""
     from foretrace.hmm.convert import read_published
 
     _save(read_published(source), out, dtype)
@@ -64,11 +66,11 @@ def sparsify(
     source: Source,
     out: Out,
     tolerance: Annotated[
-        float, typer.Option(help="Log-likelihood to give up at most, in nats per token.")
+        float, typer.Option(help="Maximum loss of log-likelihood, in nats per token.")
     ] = 1e-3,
     dtype: Dtype = None,
 ) -> None:
-    """Make an HMM's emission sparse: megabytes instead of gigabytes, at a measured loss."""
+    """Make the emission matrix of an HMM sparse, and report the loss of log-likelihood."""
     from foretrace.hmm import HMM
 
     dense = HMM.from_pretrained(source)
@@ -76,8 +78,8 @@ def sparsify(
     _save(sparse, out, dtype)
     if sparse.nbytes > dense.nbytes:
         typer.echo(
-            "The sparse form is the larger one: this emission is not sparse. Raise --tolerance, or "
-            "stay with the dense form."
+            "The sparse form is larger than the dense one. Raise --tolerance, or keep the dense "
+            "form."
         )
 
 
@@ -110,14 +112,14 @@ def _describe(hmm: "HMM", everything: bool = False) -> None:
     table.add_row("tokenizer", config.tokenizer_fingerprint or "unknown")
     facts = {**config.distillation, **(config.sparsification or {})}
     for name, value in facts.items():
-        if everything or name in TOLD:
-            table.add_row(name.replace("_", " "), _in_words(name, value))
+        if everything or name in SHOWN_FACTS:
+            table.add_row(name.replace("_", " "), _format_fact(name, value))
     Console().print(table)
 
 
-def _in_words(name: str, value: object) -> str:
-    """Write a figure with its unit."""
+def _format_fact(name: str, value: object) -> str:
+    """Format a value with its unit."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_in_words('', each)}" for key, each in value.items())
+        return ", ".join(f"{key}: {_format_fact('', entry)}" for key, entry in value.items())
     text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
     return f"{text} nats per token" if name.endswith("log_likelihood") else text

@@ -1,4 +1,4 @@
-"""Tokenizers and language models, by folder or hub id."""
+"""Load tokenizers and language models from a folder or the Hugging Face hub."""
 
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -8,16 +8,16 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer, without its model."""
+    """Load a tokenizer without its model."""
     from foretrace.errors import InvalidInputError, reason
 
-    transformers = _transformers()
+    transformers = _require_transformers()
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"The tokenizer '{source}' cannot be loaded ({reason(error)}). Give the folder or the "
-            f"hub id of the language model that is to be steered."
+            f"hub id of the language model to steer."
         ) from error
     return tokenizer
 
@@ -25,29 +25,30 @@ def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
 def load_lm(
     source: str, dtype: str, device: str
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a language model to write with, and its tokenizer."""
+    """Load a language model for generation, and its tokenizer."""
     from foretrace.cli.device import choose_device
     from foretrace.distill.sampling.source import load_tokenizer_and_model
 
-    transformers = _transformers()
-    quiet()
-    place = choose_device(device)
+    transformers = _require_transformers()
+    disable_transformers_progress()
+    chosen_device = choose_device(device)
     tokenizer, model = load_tokenizer_and_model(
         source,
         transformers.AutoTokenizer,
         lambda **options: transformers.AutoModelForCausalLM.from_pretrained(source, **options),
         {"dtype": dtype},
     )
-    # A model may bring its own taste, a repetition penalty say: that is not the LM's distribution.
-    own = model.generation_config
+    # Drop the model's sampling defaults, such as a repetition penalty: they change the LM's
+    # distribution.
+    defaults = model.generation_config
     model.generation_config = transformers.GenerationConfig(
-        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        eos_token_id=defaults.eos_token_id, pad_token_id=defaults.pad_token_id
     )
-    return model.eval().to(place), tokenizer
+    return model.eval().to(chosen_device), tokenizer
 
 
-def quiet() -> None:
-    """Let transformers, if it is there, show no bars of its own among ours."""
+def disable_transformers_progress() -> None:
+    """Turn off the progress bars of transformers, if it is installed."""
     from importlib.util import find_spec
 
     if find_spec("transformers") is not None:
@@ -56,13 +57,13 @@ def quiet() -> None:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _transformers() -> ModuleType:
+def _require_transformers() -> ModuleType:
     from foretrace.errors import InvalidInputError
 
     try:
         import transformers
     except ImportError as error:
         raise InvalidInputError(
-            "This needs transformers: pip install 'foretrace[transformers]'."
+            "This command needs transformers: pip install 'foretrace[transformers]'."
         ) from error
     return transformers

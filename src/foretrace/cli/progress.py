@@ -1,13 +1,16 @@
-"""Progress on the terminal: one bar per stage, with rate and time left."""
+"""Progress bars on the terminal: one per stage, with rate and remaining time."""
 
 from types import TracebackType
 from typing import Self
 
 
-class Bars:
-    """A bar for every stage that has begun; of work that goes on when it is begun again, or not."""
+class ProgressBars:
+    """A context manager that shows one bar per stage.
 
-    def __init__(self, *, visible: bool = True, resumes: bool = True) -> None:
+    If the user presses Ctrl-C, it prints whether the same command resumes or starts over.
+    """
+
+    def __init__(self, *, resumes: bool, visible: bool = True) -> None:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -17,7 +20,7 @@ class Bars:
             TimeRemainingColumn,
         )
 
-        self._bars = Progress(
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -27,20 +30,20 @@ class Bars:
             TimeRemainingColumn(),
             disable=not visible,
         )
-        self._tasks: dict[str, int] = {}
+        self._task_ids: dict[str, int] = {}
         self._resumes = resumes
 
-    def show(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """Show how far a stage is."""
-        if stage not in self._tasks:
-            # The rate is of what is done from now on: what a run before has done cost nothing.
-            self._tasks[stage] = self._bars.add_task(stage, total=total, rate="", note="")
-        task = self._bars.tasks[self._tasks[stage]]
+    def update(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """Set the progress of a stage, and add its bar at the first call."""
+        if stage not in self._task_ids:
+            # Add the task at zero, so that the rate leaves out what an earlier run completed.
+            self._task_ids[stage] = self._progress.add_task(stage, total=total, rate="", note="")
+        task = self._progress.tasks[self._task_ids[stage]]
         rate = f"{task.speed:,.3g} {unit}/s" if task.speed else unit
-        self._bars.update(task.id, completed=done, total=total, rate=rate, note=note)
+        self._progress.update(task.id, completed=done, total=total, rate=rate, note=note)
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._progress.start()
         return self
 
     def __exit__(
@@ -49,7 +52,7 @@ class Bars:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        self._progress.stop()
         if kind is KeyboardInterrupt:
-            then = "goes on from what is done" if self._resumes else "begins anew"
-            self._bars.console.print(f"Stopped. The same command {then}.")
+            action = "resumes where this one stopped" if self._resumes else "starts over"
+            self._progress.console.print(f"Stopped. The same command {action}.")

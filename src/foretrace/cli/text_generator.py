@@ -1,4 +1,4 @@
-"""Writing after prompts, steered or bare, and telling of it as it goes."""
+"""Generate continuations of prompts, steered or unsteered, with streaming."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,33 +12,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was written after a prompt, and the probability of each goal's attribute in it."""
+class Generation:
+    """A generated text, and the probability of each goal's attribute in it."""
 
     text: str
     probability: tuple[float, ...]
-    prompt: Sequence[int] = ()
-    tokens: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Writes after prompts, steered or bare, from the same seed."""
+class TextGenerator:
+    """Generates continuations of prompts, steered or unsteered, from the same seed."""
 
     lm: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     goals: "list[Goal]"
     options: dict[str, Any]
+    """Keyword arguments of `model.generate`."""
 
-    def write(
+    def generate(
         self,
         prompts: Sequence[str],
         seed: int,
         *,
         steered: bool = True,
-        show: Callable[[str], None] | None = None,
-    ) -> list[Written]:
-        """Write; `show` is told the text so far, of a single prompt."""
+        on_text: Callable[[str], None] | None = None,
+    ) -> list[Generation]:
+        """Generate a continuation of each prompt.
+
+        If there is a single prompt, `on_text` is called with the generated text after each token.
+        """
         import torch
 
         from foretrace.engines.transformers import (
@@ -50,46 +54,54 @@ class Writer:
 
         torch.manual_seed(seed)
         encoded = encode_prompts(self.tokenizer, prompts, self.goals)
-        known = self.goals[0].lookahead.hmm.config.eos_token_ids
-        ends = stop_tokens(self.lm.generation_config, known)
-        streamer = _Stream(self.tokenizer, show) if show and len(prompts) == 1 else None
-        tokens = generate_tokens(
+        eos_token_ids = stop_tokens(
+            self.lm.generation_config, self.goals[0].lookahead.hmm.config.eos_token_ids
+        )
+        streamer = _TextStreamer(self.tokenizer, on_text) if on_text and len(prompts) == 1 else None
+        rows = generate_tokens(
             self.lm,
             self.tokenizer,
             encoded,
             goal=self.goals if steered else None,
-            eos_token_id=ends,
+            eos_token_id=eos_token_ids,
             streamer=streamer,
             **self.options,
         )
-        texts = [decode_after(self.tokenizer, *each) for each in zip(encoded, tokens, strict=True)]
-        counted = [[token for token in row if token not in ends] for row in tokens]
-        likely = [goal.lookahead.attribute.probability(counted) for goal in self.goals]
+        without_end = [[token for token in row if token not in eos_token_ids] for row in rows]
+        # (goals, prompts)
+        probabilities = [goal.lookahead.attribute.probability(without_end) for goal in self.goals]
         return [
-            Written(text, tuple(float(each[row]) for each in likely), encoded[row], tokens[row])
-            for row, text in enumerate(texts)
+            Generation(
+                decode_after(self.tokenizer, prompt_ids, token_ids),
+                tuple(float(by_row[row]) for by_row in probabilities),
+                prompt_ids,
+                token_ids,
+            )
+            for row, (prompt_ids, token_ids) in enumerate(zip(encoded, rows, strict=True))
         ]
 
 
-class _Stream:
-    """Hears from transformers what is written, token by token, and tells the text so far."""
+class _TextStreamer:
+    """A streamer of transformers that reports the generated text after each token."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", show: Callable[[str], None]) -> None:
-        self.tokenizer, self.show = tokenizer, show
-        self.prompt: list[int] | None = None  # until it has come
-        self.tokens: list[int] = []
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[str], None]
+    ) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.prompt_ids: list[int] | None = None
+        self.token_ids: list[int] = []
 
     def put(self, value: "Tensor") -> None:
-        """Take the prompt, then each next token."""
+        """Receive token ids: first those of the prompt, then each generated one."""
         from foretrace.engines.transformers import decode_after
 
-        if self.prompt is None:
-            self.prompt = value.flatten().tolist()
+        if self.prompt_ids is None:
+            self.prompt_ids = value.flatten().tolist()
             return
-        self.tokens += value.flatten().tolist()
-        text = decode_after(self.tokenizer, self.prompt, self.tokens)
-        if not text.endswith("�"):  # half of a character: the rest comes with the next token
-            self.show(text)
+        self.token_ids += value.flatten().tolist()
+        text = decode_after(self.tokenizer, self.prompt_ids, self.token_ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the next token completes the character
+            self.on_text(text)
 
     def end(self) -> None:
-        """Hear that it is over: the text is given as a whole anyway."""
+        """Do nothing: `TextGenerator.generate` returns the complete text."""

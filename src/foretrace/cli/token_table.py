@@ -1,4 +1,4 @@
-"""Why each token of a text, in words: what each adds to it, and what else might have been."""
+"""Explain generated tokens: the text that each adds, and the candidates at each position."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,55 +13,59 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Account:
-    """A text token by token."""
+class TokenTable:
+    """A generated text, token by token."""
 
     pieces: "Sequence[str]"
-    """What each token adds to the text."""
+    """The text that each token adds."""
     choices: "Sequence[Choice]"
-    """Why each."""
-    shown: Callable[[int], str]
-    """What a candidate would add."""
+    """The candidates at each position, with their probabilities."""
+    token_text: Callable[[int], str]
+    """Returns the text that a candidate token would add."""
 
 
-def account_for(
+def explain_tokens(
     lm: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: Sequence[int],
-    written: Sequence[int],
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
     goals: "Sequence[Goal]",
     *,
     max_new_tokens: int | None,
     candidates: int,
-) -> Account:
-    """Account for what was written after a prompt; `max_new_tokens` is what it might have been."""
+) -> TokenTable:
+    """Explain each token after a prompt; `max_new_tokens` is the limit at generation."""
     from foretrace.engines.transformers import decode_after, stop_tokens
     from foretrace.engines.transformers.explain import explain
 
     @cache
-    def shown(token: int) -> str:
-        after: str = decode_after(tokenizer, prompt, [token])
-        return after or str(tokenizer.decode([token]))  # special tokens say nothing in a text
+    def token_text(token_id: int) -> str:
+        text: str = decode_after(tokenizer, prompt_ids, [token_id])
+        return text or str(tokenizer.decode([token_id]))  # special tokens add no text
 
     choices = explain(
         lm,
-        prompt,
-        written,
+        prompt_ids,
+        token_ids,
         goals,
         max_new_tokens=max_new_tokens,
         ends=stop_tokens(lm.generation_config, ()),
         candidates=candidates,
     )
-    pieces = split_text(lambda tokens: decode_after(tokenizer, prompt, tokens), written)
-    return Account(pieces, choices, shown)
+    pieces = split_text(lambda prefix: decode_after(tokenizer, prompt_ids, prefix), token_ids)
+    return TokenTable(pieces, choices, token_text)
 
 
-def split_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
-    """Split a text into what each token adds; one that ends within a character adds nothing."""
-    pieces, before = [], ""
-    for count in range(1, len(tokens) + 1):
-        text = decode(tokens[:count])
-        whole = count == len(tokens) or not text.endswith("�")
-        pieces.append(text.removeprefix(before) if whole else "")
-        before = text if whole else before
+def split_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Split a text into one piece per token.
+
+    A token that ends within a multi-byte character adds an empty piece. The token that completes
+    the character adds it.
+    """
+    pieces, shown = [], ""
+    for count in range(1, len(token_ids) + 1):
+        text = decode(token_ids[:count])
+        complete = count == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        pieces.append(text.removeprefix(shown) if complete else "")
+        shown = text if complete else shown
     return pieces

@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
-from foretrace.cli.playground.backend import Wish
-from foretrace.cli.playground.server_backend import ServerAuthor
+from foretrace.cli.playground.backend import PlaygroundRequest
+from foretrace.cli.playground.server_backend import ServerBackend
 from foretrace.engines.transformers import generate_tokens
 from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings
@@ -265,15 +265,17 @@ def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
 
 def test_the_playground_asks_a_server(crowded: tuple[str, list[str]], tmp_path: Path) -> None:
     address, names = crowded
-    author = ServerAuthor(address, tmp_path)
-    wish = Wish("w1 w2", f"{names[0]} & ~{names[1]}", strength=3, max_new_tokens=8, seed=1)
+    backend = ServerBackend(address, tmp_path)
+    request = PlaygroundRequest(
+        "w1 w2", f"{names[0]} & ~{names[1]}", strength=3, max_new_tokens=8, seed=1
+    )
     for steer in (False, True):
         heard: list[str] = []
-        told = author.write(wish, steer, heard.append)
-        assert told.text.strip()
-        assert heard[-1] == told.text
-        assert author.write(wish, steer, lambda _: None).text == told.text
+        result = backend.generate(request, steer, heard.append)
+        assert result.text.strip()
+        assert heard[-1] == result.text
+        assert backend.generate(request, steer, lambda _: None).text == result.text
     with pytest.raises(InvalidInputError, match=r"The server says: .*no attribute"):
-        author.write(Wish("w1", "nobody"), True, lambda _: None)
+        backend.generate(PlaygroundRequest("w1", "nobody"), True, lambda _: None)
     with pytest.raises(InvalidInputError, match="No server answers"):
-        ServerAuthor("http://127.0.0.1:9", tmp_path).write(wish, True, lambda _: None)
+        ServerBackend("http://127.0.0.1:9", tmp_path).generate(request, True, lambda _: None)

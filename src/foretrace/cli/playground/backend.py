@@ -1,27 +1,18 @@
-"""Who writes for the playground, and what they say of it; here a language model in this process."""
+"""The interface between the playground's page and the language model that generates texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from foretrace.cli.goal_options import load_goals, sampling
-from foretrace.cli.text_generator import Writer
-from foretrace.cli.token_table import Account, account_for
+from foretrace.cli.token_table import TokenTable
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from foretrace.hmm import HMM
-    from foretrace.steering import Goal
-
-CANDIDATES = 5  # at each place
-MOST_GOALS = 1_000  # that a list on a page can hold
+MAX_LISTED_GOALS = 1_000  # entries of the page's drop-down list
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What somebody asks for on the page."""
+class PlaygroundRequest:
+    """The values of the page's form."""
 
     prompt: str
     goal: str
@@ -35,77 +26,32 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was written so far, and once it is whole why, if the author knows."""
+class PlaygroundResult:
+    """A generated text, which may be incomplete; if the backend explains it, with its tokens."""
 
     text: str
-    account: Account | None = None
+    table: TokenTable | None = None
     probability: float | None = None
-    """That the text has the attribute, as the attribute itself sees it."""
+    """The probability of the goal's attribute in the text."""
 
 
-Tell = Callable[[str], None]
+OnText = Callable[[str], None]
 
 
-class Author(Protocol):
-    """Whoever can write."""
-
-    def goals(self) -> list[str]:
-        """List goals to choose from."""
-
-    def write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
-        """Write, steered or bare; `tell` hears the text so far."""
-
-
-@dataclass
-class LocalAuthor:
-    """A language model in this process, with its HMM and a folder of attributes."""
-
-    lm: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    hmm: "HMM"
-    attributes: Path
-    _built: "tuple[Wish, list[Goal]] | None" = None  # of the last wish: a pair of texts shares it
+class Backend(Protocol):
+    """Generates texts for the page."""
 
     def goals(self) -> list[str]:
-        """List the attributes of the folder."""
-        return goals_in(self.attributes)
+        """List the goals to choose from."""
 
-    def write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
-        """Write, and account for every token by the goal, also of a bare text."""
-        goals = self._goals(wish)
-        limit = {"max_new_tokens": wish.max_new_tokens}
-        writer = Writer(self.lm, self.tokenizer, goals, sampling(1.0, wish.top_p) | limit)
-        (written,) = writer.write([wish.prompt], wish.seed, steered=steered, show=tell)
-        account = account_for(
-            self.lm,
-            self.tokenizer,
-            written.prompt,
-            written.tokens,
-            goals,
-            max_new_tokens=wish.max_new_tokens,
-            candidates=CANDIDATES,
-        )
-        return Told(written.text, account, written.probability[0])
-
-    def _goals(self, wish: Wish) -> "list[Goal]":
-        if self._built is None or self._built[0] != wish:
-            built = load_goals(
-                self.hmm,
-                self.tokenizer,
-                self.attributes,
-                [wish.goal],
-                [wish.strength],
-                [wish.shift],
-                wish.horizon,
-                wish.neutral_end,
-            )
-            self._built = wish, built
-        return self._built[1]
+    def generate(
+        self, request: PlaygroundRequest, steered: bool, on_text: OnText
+    ) -> PlaygroundResult:
+        """Generate a text; call `on_text` with the text generated so far."""
 
 
-def goals_in(folder: Path) -> list[str]:
-    """List the attributes of a folder as expressions, so many as a page can show."""
+def list_goals(folder: Path) -> list[str]:
+    """List the attributes of a folder as expressions, up to the limit of the page's list."""
     from foretrace.attribute import AttributeStore, as_expression
 
-    return [as_expression(name) for name in sorted(AttributeStore(folder))[:MOST_GOALS]]
+    return [as_expression(name) for name in sorted(AttributeStore(folder))[:MAX_LISTED_GOALS]]

@@ -1,54 +1,57 @@
-"""Two texts as HTML, side by side: each token coloured by its EAP, its candidates at hand."""
+"""Render two texts as HTML side by side, with tokens colored by EAP and their candidates."""
 
 from html import escape
 from math import prod
 from typing import TYPE_CHECKING
 
-from foretrace.cli.explain_page import colour
+from foretrace.cli.explain_page import eap_color
 
 if TYPE_CHECKING:
-    from foretrace.cli.playground.backend import Told
-    from foretrace.cli.token_table import Account
+    from foretrace.cli.playground.backend import PlaygroundResult
+    from foretrace.cli.token_table import TokenTable
 
 SCALE = (
-    '<p class="soft">Colour: expected attribute probability (EAP) after the token, 0 '
+    '<p class="soft">Color: expected attribute probability (EAP) after the token, 0 '
     '<span class="scale"></span> 1</p>'
 )
-HINT = '<p class="hint">Point at a token, or tap it, to see what else might have come.</p>'
+HINT = '<p class="hint">Point at a token, or tap it, to see the other candidates.</p>'
 
 
 def side_by_side(*sections: str) -> str:
-    """Set sections side by side, and below each other where there is no room."""
-    scale = SCALE if any(HINT in each for each in sections) else ""
+    """Put sections next to each other, or below each other on a narrow page."""
+    scale = SCALE if any(HINT in section for section in sections) else ""
     return f'<div class="pair">{"".join(sections)}</div>{scale}'
 
 
-def section(title: str, prompt: str, told: "Told") -> str:
-    """Show what is told of a text: its tokens, if they are accounted for."""
-    account = told.account
-    text = escape(told.text)
-    if account is not None:
-        text = "".join(_token(account, place) for place in range(len(account.pieces)))
-    known = "" if told.probability is None else f": attribute probability {told.probability:.3f}"
+def text_section(title: str, prompt: str, result: "PlaygroundResult") -> str:
+    """Render a generated text; if it is explained, token by token."""
+    table = result.table
+    text = escape(result.text)
+    if table is not None:
+        text = "".join(_token_html(table, position) for position in range(len(table.pieces)))
+    probability = (
+        "" if result.probability is None else f": attribute probability {result.probability:.3f}"
+    )
     return (
-        f'<section class="{title}{" told" if account else ""}"><h3>{title}{known}</h3>'
+        f'<section class="{title}{" explained" if table else ""}"><h3>{title}{probability}</h3>'
         f'<div class="text"><span class="prompt">{escape(prompt)}</span>{text}</div>'
-        f"{HINT if account else ''}</section>"
+        f"{HINT if table else ''}</section>"
     )
 
 
-def _token(account: "Account", place: int) -> str:
-    choice = account.choices[place]
-    red, green, blue = colour(prod(choice.written.eap))
+def _token_html(table: "TokenTable", position: int) -> str:
+    choice = table.choices[position]
+    red, green, blue = eap_color(prod(choice.written.eap))
     rows = "".join(
-        f"<tr class={'written' if each is choice.written else 'other'}>"
-        f"<td>{escape(repr(account.shown(each.token)))}</td>"
-        f"<td>{each.lm:.3f}</td><td>{prod(each.eap):.3f}</td><td>{each.steered:.3f}</td></tr>"
-        for each in choice.candidates
+        f"<tr class={'written' if candidate is choice.written else 'other'}>"
+        f"<td>{escape(repr(table.token_text(candidate.token)))}</td>"
+        f"<td>{candidate.lm:.3f}</td><td>{prod(candidate.eap):.3f}</td>"
+        f"<td>{candidate.steered:.3f}</td></tr>"
+        for candidate in choice.candidates
     )
     return (
         f'<span class="token" tabindex="0" style="background:rgb({red},{green},{blue})">'
-        f"{escape(account.pieces[place])}"
+        f"{escape(table.pieces[position])}"
         f'<span class="candidates" role="tooltip"><table><tr><th>token</th><th>LM</th><th>EAP</th>'
         f"<th>steered</th></tr>{rows}</table></span></span>"
     )

@@ -1,4 +1,4 @@
-"""The playground's page: what is asked for above, the two texts below, as they are written."""
+"""The playground's web page: a form, and below it the two texts, streamed."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,21 +10,21 @@ from typing import Any
 
 import typer
 
-from foretrace.cli.playground.backend import Author, Told, Wish
-from foretrace.cli.playground.comparison import section, side_by_side
+from foretrace.cli.playground.backend import Backend, PlaygroundRequest, PlaygroundResult
+from foretrace.cli.playground.comparison import side_by_side, text_section
 from foretrace.errors import ForetraceError, InvalidInputError
 
-TITLE = "# foretrace\nWhat a language model writes, and what it writes toward a goal."
+TITLE = "# foretrace\nThe same language model with and without steering."
 HINT = 'An attribute, or an expression: nontoxic & ~formal, mentions("refund").'
 SIDES = ("bare", "steered")
-LEAST = 250  # pixels of what stands in a row; where there is no room it goes below
-ONE_AT_A_TIME = Lock()  # texts are drawn from one source of chance
+MIN_WIDTH = 250  # pixels of an element in a row; elements that do not fit wrap
+GENERATION_LOCK = Lock()  # texts share torch's global random number generator
 
 
-def launch(author: Author, host: str, port: int) -> None:
-    """Show the page until the process is stopped."""
+def launch(backend: Backend, host: str, port: int) -> None:
+    """Serve the page until the process is stopped."""
     style = files("foretrace.cli.playground").joinpath("style.css").read_text("utf-8")
-    page = build_page(require_gradio(), author)
+    page = build_page(require_gradio(), backend)
     page.launch(
         server_name=host,
         server_port=port,
@@ -38,7 +38,7 @@ def launch(author: Author, host: str, port: int) -> None:
 
 
 def require_gradio() -> Any:
-    """Import Gradio, or say how it comes here."""
+    """Import Gradio, or raise an error that says how to install it."""
     try:
         import gradio
     except ImportError as error:
@@ -48,9 +48,9 @@ def require_gradio() -> Any:
     return gradio
 
 
-def build_page(gradio: Any, author: Author) -> Any:
-    """Lay out the page."""
-    goals = author.goals()
+def build_page(gradio: Any, backend: Backend) -> Any:
+    """Build the page's layout."""
+    goals = backend.goals()
     with gradio.Blocks(title="foretrace", analytics_enabled=False) as page:
         gradio.Markdown(TITLE)
         prompt = gradio.Textbox("The other driver said", label="Prompt", lines=2)
@@ -61,22 +61,24 @@ def build_page(gradio: Any, author: Author) -> Any:
                 label="Goal",
                 info=HINT,
                 allow_custom_value=True,
-                min_width=LEAST,
+                min_width=MIN_WIDTH,
             )
             strength = gradio.Slider(
                 *(0.5, 30, 1),
                 step=0.5,
                 label="Strength",
-                info="1 is the posterior itself; more may need a shift.",
-                min_width=LEAST,
+                info="1 is the exact posterior; larger values may need a shift.",
+                min_width=MIN_WIDTH,
             )
-        more = _more(gradio)
+        advanced = _advanced_inputs(gradio)
         write = gradio.Button("Write", variant="primary")
-        texts = gradio.HTML(side_by_side(*(section(name, "", Told("")) for name in SIDES)))
+        texts = gradio.HTML(
+            side_by_side(*(text_section(side, "", PlaygroundResult("")) for side in SIDES))
+        )
         gradio.on(
             [write.click, prompt.submit],
-            partial(compare, author),  # which Gradio sees to give texts as they grow
-            [prompt, goal, strength, *more],
+            partial(compare, backend),  # a generator function: Gradio streams what it yields
+            [prompt, goal, strength, *advanced],
             texts,
             api_name="write",
             show_progress="minimal",
@@ -84,71 +86,75 @@ def build_page(gradio: Any, author: Author) -> Any:
     return page
 
 
-def _more(gradio: Any) -> list[Any]:
-    """Lay out what few will change: the fields of a wish after its strength, in their order."""
+def _advanced_inputs(gradio: Any) -> list[Any]:
+    """Build the inputs for the fields of `PlaygroundRequest` after `strength`, in their order."""
     with gradio.Accordion("More", open=False):
         with gradio.Row():
-            shift = gradio.Slider(-100, 20, 0, step=1, label="Shift", min_width=LEAST)
-            horizon = gradio.Slider(0, 64, 64, step=1, label="Tokens looked ahead", min_width=LEAST)
+            shift = gradio.Slider(-100, 20, 0, step=1, label="Shift", min_width=MIN_WIDTH)
+            horizon = gradio.Slider(0, 64, 64, step=1, label="Horizon", min_width=MIN_WIDTH)
         with gradio.Row():
-            length = gradio.Slider(5, 200, 40, step=5, label="Tokens to write", min_width=LEAST)
-            top_p = gradio.Slider(0.05, 1, 1, step=0.05, label="Top-p", min_width=LEAST)
-            seed = gradio.Number(0, label="Seed", precision=0, min_width=LEAST)
-        neutral = gradio.Checkbox(False, label="Let texts end as bare ones do")
-    return [shift, horizon, neutral, length, top_p, seed]
+            length = gradio.Slider(5, 200, 40, step=5, label="Max new tokens", min_width=MIN_WIDTH)
+            top_p = gradio.Slider(0.05, 1, 1, step=0.05, label="Top-p", min_width=MIN_WIDTH)
+            seed = gradio.Number(0, label="Seed", precision=0, min_width=MIN_WIDTH)
+        neutral_end = gradio.Checkbox(False, label="Neutral end: do not steer the end of text")
+    return [shift, horizon, neutral_end, length, top_p, seed]
 
 
-def compare(author: Author, *given: Any) -> Iterator[str]:
-    """Write bare, then steered, from the same seed; give both as they grow.
+def compare(backend: Backend, *values: Any) -> Iterator[str]:
+    """Generate an unsteered, then a steered text from the same seed; yield HTML of both.
 
-    Given are the fields of a wish, in their order.
+    `values` are the fields of `PlaygroundRequest`, in their order.
     """
     try:
-        wish = _wish(*given)
-        shown = {name: section(name, wish.prompt, Told("")) for name in SIDES}
-        for name in SIDES:
-            for told in _as_it_comes(author, wish, steered=name == "steered"):
-                shown[name] = section(name, wish.prompt, told)
-                yield side_by_side(*shown.values())
-    except ForetraceError as error:  # which the page takes for markup
+        request = _parse_request(*values)
+        sections = {
+            side: text_section(side, request.prompt, PlaygroundResult("")) for side in SIDES
+        }
+        for side in SIDES:
+            for result in _stream(backend, request, steered=side == "steered"):
+                sections[side] = text_section(side, request.prompt, result)
+                yield side_by_side(*sections.values())
+    except ForetraceError as error:  # Gradio renders the message as HTML
         raise require_gradio().Error(escape(str(error)), print_exception=False) from error
 
 
-def _wish(prompt: str, goal: str | None, *rest: Any) -> Wish:
-    """Read what somebody asks for; fields can be left empty."""
+def _parse_request(prompt: str, goal: str | None, *numbers: Any) -> PlaygroundRequest:
+    """Build a request from the form's values; an empty number field has the value None."""
     if not (goal or "").strip():
         raise InvalidInputError("Choose a goal, or write an expression.")
-    if None in rest:
+    if None in numbers:
         raise InvalidInputError("A number is missing: look under More.")
-    return Wish(prompt or "", str(goal), *rest)
+    return PlaygroundRequest(prompt or "", str(goal), *numbers)
 
 
-def _as_it_comes(author: Author, wish: Wish, *, steered: bool) -> Iterator[Told]:
-    """Write in a thread; give the text so far, in the end all that is told of it, or raise.
+def _stream(
+    backend: Backend, request: PlaygroundRequest, *, steered: bool
+) -> Iterator[PlaygroundResult]:
+    """Generate in a thread; yield the text so far, then the final result, or raise its error.
 
-    If nobody listens any more, the author is stopped when it next tells something.
+    If the consumer closes this generator, the next `on_text` call stops the thread.
     """
-    heard: Queue[str | Told | Exception] = Queue()
-    left = Event()
+    messages: Queue[str | PlaygroundResult | Exception] = Queue()
+    closed = Event()
 
-    def tell(text: str) -> None:
-        if left.is_set():
-            raise InterruptedError("Nobody listens any more.")
-        heard.put(text)
+    def on_text(text: str) -> None:
+        if closed.is_set():
+            raise InterruptedError("The page was closed.")
+        messages.put(text)
 
     def work() -> None:
         try:
-            with ONE_AT_A_TIME:
-                heard.put(author.write(wish, steered, tell))
+            with GENERATION_LOCK:
+                messages.put(backend.generate(request, steered, on_text))
         except Exception as error:
-            heard.put(error)
+            messages.put(error)
 
     Thread(target=work, daemon=True).start()
     try:
-        while isinstance(found := heard.get(), str):
-            yield Told(found)
-        if isinstance(found, Exception):
-            raise found
-        yield found
+        while isinstance(message := messages.get(), str):
+            yield PlaygroundResult(message)
+        if isinstance(message, Exception):
+            raise message
+        yield message
     finally:
-        left.set()
+        closed.set()

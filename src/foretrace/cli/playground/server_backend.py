@@ -1,4 +1,4 @@
-"""A running server as the playground's author, asked over HTTP."""
+"""A backend that sends requests to a running `foretrace serve`."""
 
 import json
 import urllib.error
@@ -9,102 +9,118 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from foretrace.cli.playground.backend import Tell, Told, Wish, goals_in
+from foretrace.cli.playground.backend import (
+    OnText,
+    PlaygroundRequest,
+    PlaygroundResult,
+    list_goals,
+)
 from foretrace.errors import ForetraceError, InvalidInputError, reason
 
-PATIENCE = 120.0  # seconds for a server to say something
+TIMEOUT = 120.0  # seconds without a byte from the server
 
 
 @dataclass(frozen=True)
-class ServerAuthor:
-    """A running `foretrace serve`; it tells texts, and no reasons."""
+class ServerBackend:
+    """A running `foretrace serve`; it returns texts without explanations."""
 
-    address: str
+    url: str
     attributes: Path
-    """A folder with the names of what the server knows, if there is one here."""
+    """A local folder with the server's attributes: the server does not list them."""
 
     def goals(self) -> list[str]:
-        """List the attributes of the folder: a server does not tell its own."""
-        return goals_in(self.attributes)
+        """List the attributes of the local folder."""
+        return list_goals(self.attributes)
 
-    def write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
-        """Ask for a completion, and hear it as it comes."""
+    def generate(
+        self, request: PlaygroundRequest, steered: bool, on_text: OnText
+    ) -> PlaygroundResult:
+        """Request a completion, and stream it."""
         try:
-            return self._write(wish, steered, tell)
+            return self._generate(request, steered, on_text)
         except (ForetraceError, InterruptedError):
             raise
         except (OSError, HTTPException, ValueError, LookupError) as error:
             raise InvalidInputError(
-                f"{self.address} does not answer as `foretrace serve` does ({reason(error)}). Is "
-                f"it still there?"
+                f"The response of {self.url} is not one of `foretrace serve` ({reason(error)}). "
+                f"Check that the server still runs."
             ) from error
 
-    def _write(self, wish: Wish, steered: bool, tell: Tell) -> Told:
+    def _generate(
+        self, request: PlaygroundRequest, steered: bool, on_text: OnText
+    ) -> PlaygroundResult:
         body: dict[str, Any] = {
-            "model": self._model(),
-            "prompt": wish.prompt,
-            "max_tokens": wish.max_new_tokens,
-            "top_p": wish.top_p,
+            "model": self._served_model(),
+            "prompt": request.prompt,
+            "max_tokens": request.max_new_tokens,
+            "top_p": request.top_p,
             "temperature": 1.0,
-            "seed": wish.seed,
+            "seed": request.seed,
             "stream": True,
         }
         if steered:
-            body["vllm_xargs"] = _asked(wish)
+            body["vllm_xargs"] = _steering_params(request)
         text = ""
         for event in self._events(body):
             text += "".join(choice["text"] for choice in event["choices"])
-            tell(text)
-        return Told(text)
+            on_text(text)
+        return PlaygroundResult(text)
 
-    def _model(self) -> str:
-        with self._open("/v1/models") as answer:
-            found: str = json.load(answer)["data"][0]["id"]
-        return found
+    def _served_model(self) -> str:
+        with self._open("/v1/models") as response:
+            name: str = json.load(response)["data"][0]["id"]
+        return name
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Read what a server sends, piece by piece; a mistake may come as one of them."""
-        with self._open("/v1/completions", json.dumps(body).encode()) as answer:
-            for line in answer:
-                said = line.decode().strip()
-                if not said.startswith("data: ") or said == "data: [DONE]":
+        """Yield the server-sent events of a completion; raise if one of them is an error."""
+        with self._open("/v1/completions", json.dumps(body).encode()) as response:
+            for encoded_line in response:
+                line = encoded_line.decode().strip()
+                if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                event: dict[str, Any] = json.loads(said.removeprefix("data: "))
+                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    raise InvalidInputError(f"The server says: {_message(event)}")
+                    raise InvalidInputError(f"The server says: {_error_message(event)}")
                 yield event
 
     def _open(self, path: str, body: bytes | None = None) -> Any:
-        address = self.address.rstrip("/") + path
-        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        url = self.url.rstrip("/") + path
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
-            return urllib.request.urlopen(request, timeout=PATIENCE)
+            return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read()
-            raise InvalidInputError(f"The server says: {_reason(said) or error}") from error
+                content = error.read()
+            raise InvalidInputError(f"The server says: {_read_error(content) or error}") from error
         except OSError as error:
             raise InvalidInputError(
-                f"No server answers at {self.address} ({error}). Start one: foretrace serve."
+                f"No server answers at {self.url} ({error}). Start one: foretrace serve."
             ) from error
 
 
-def _asked(wish: Wish) -> dict[str, Any]:
-    """Give what foretrace reads of a request; a server looks as far ahead as it is told to."""
-    asked: dict[str, Any] = {"goal": wish.goal, "strength": wish.strength, "shift": wish.shift}
-    if wish.horizon != Wish.horizon:
-        asked["horizon"] = wish.horizon
-    return {**asked, "neutral_end": wish.neutral_end}
+def _steering_params(request: PlaygroundRequest) -> dict[str, Any]:
+    """Return the request's steering parameters.
+
+    The default horizon is left out, because it is an error if the server has a shorter one.
+    """
+    params: dict[str, Any] = {
+        "goal": request.goal,
+        "strength": request.strength,
+        "shift": request.shift,
+    }
+    if request.horizon != PlaygroundRequest.horizon:
+        params["horizon"] = request.horizon
+    return {**params, "neutral_end": request.neutral_end}
 
 
-def _reason(said: bytes) -> str:
-    """Find what a server says is wrong; nothing if it does not say so as it should."""
+def _read_error(content: bytes) -> str:
+    """Return the error message of a response, or an empty string if it has none."""
     try:
-        return _message(json.loads(said))
+        return _error_message(json.loads(content))
     except (ValueError, KeyError, TypeError):
         return ""
 
 
-def _message(event: dict[str, Any]) -> str:
-    found: str = event["error"]["message"]
-    return found
+def _error_message(event: dict[str, Any]) -> str:
+    message: str = event["error"]["message"]
+    return message

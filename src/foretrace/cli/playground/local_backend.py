@@ -1,0 +1,76 @@
+"""A backend that runs the language model in this process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foretrace.cli.goal_options import load_goals, sampling_options
+from foretrace.cli.playground.backend import (
+    OnText,
+    PlaygroundRequest,
+    PlaygroundResult,
+    list_goals,
+)
+from foretrace.cli.text_generator import TextGenerator
+from foretrace.cli.token_table import explain_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foretrace.hmm import HMM
+    from foretrace.steering import Goal
+
+CANDIDATES = 5  # per position
+
+
+@dataclass
+class LocalBackend:
+    """A language model in this process, its HMM and a folder of attributes."""
+
+    lm: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    hmm: "HMM"
+    attributes: Path
+    # The unsteered and the steered text of a request share its goals.
+    _last_goals: "tuple[PlaygroundRequest, list[Goal]] | None" = None
+
+    def goals(self) -> list[str]:
+        """List the attributes of the folder."""
+        return list_goals(self.attributes)
+
+    def generate(
+        self, request: PlaygroundRequest, steered: bool, on_text: OnText
+    ) -> PlaygroundResult:
+        """Generate a text, and explain each token by the goal, also in an unsteered text."""
+        goals = self._load_goals(request)
+        limit = {"max_new_tokens": request.max_new_tokens}
+        sampling = sampling_options(1.0, request.top_p)
+        generator = TextGenerator(self.lm, self.tokenizer, goals, sampling | limit)
+        (generation,) = generator.generate(
+            [request.prompt], request.seed, steered=steered, on_text=on_text
+        )
+        table = explain_tokens(
+            self.lm,
+            self.tokenizer,
+            generation.prompt_ids,
+            generation.token_ids,
+            goals,
+            max_new_tokens=request.max_new_tokens,
+            candidates=CANDIDATES,
+        )
+        return PlaygroundResult(generation.text, table, generation.probability[0])
+
+    def _load_goals(self, request: PlaygroundRequest) -> "list[Goal]":
+        if self._last_goals is None or self._last_goals[0] != request:
+            goals = load_goals(
+                self.hmm,
+                self.tokenizer,
+                self.attributes,
+                [request.goal],
+                [request.strength],
+                [request.shift],
+                request.horizon,
+                request.neutral_end,
+            )
+            self._last_goals = request, goals
+        return self._last_goals[1]
