@@ -132,7 +132,8 @@ def test_explain_a_given_and_a_generated_text(
         ),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
         (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
-        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "must be above 0"),
+        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "scale above 0"),
+        (["--goal", "odd", "--prompt", "w1", "--shift", "inf"], 2, "finite shift"),
         (
             ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],
             2,
@@ -156,3 +157,12 @@ def test_errors_are_one_line(
     )
     assert expected in error
     assert exit_code == code
+
+
+def test_strength_is_checked_before_the_lm_is_loaded(
+    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["no-such-lm", *steered[1:], "--goal", "odd", "--prompt", "w1", "--strength", "nan"]
+    code, _, error = run("generate", *arguments, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 2
+    assert "scale above 0" in error

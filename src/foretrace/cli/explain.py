@@ -51,10 +51,11 @@ def explain(
     from foretrace.cli.token_table import explain_tokens
     from foretrace.engines.transformers import encode_prompts
 
+    transforms = goal_options.build_transforms(strength, shift, len(goal))
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     goals = goal_options.load_goals(
-        loaded_hmm, tokenizer, attributes, goal, strength, shift, horizon, neutral_end
+        loaded_hmm, tokenizer, attributes, goal, transforms, horizon, neutral_end
     )
     if text is None:
         sampling = goal_options.sampling_options(temperature, top_p)

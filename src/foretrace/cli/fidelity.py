@@ -41,16 +41,16 @@ def fidelity(
 ) -> None:
     """Compare the HMM's expected attribute probability with rollouts of the LM."""
     from foretrace import _io
-    from foretrace.attribute import LogitAffine
     from foretrace.engines.transformers import stop_tokens
     from foretrace.evaluate.fidelity import measure_fidelity
     from foretrace.evaluate.generations import encode_with_bos
     from foretrace.evaluate.plots import draw_fidelity
 
+    (transform,) = goal_options.build_transforms([strength], [shift], 1)
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     (loaded_goal,) = goal_options.load_goals(
-        loaded_hmm, tokenizer, attributes, [goal], [strength], [shift], 64, False
+        loaded_hmm, tokenizer, attributes, [goal], [transform], 64, False
     )
     eos_token_ids = loaded_hmm.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
@@ -67,7 +67,7 @@ def fidelity(
         )
     summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **result.summary()}
     _io.write_json(out / "fidelity.json", summary)
-    draw_fidelity(result, LogitAffine(strength, shift), out / "fidelity.png", goal)
+    draw_fidelity(result, transform, out / "fidelity.png", goal)
     _print(summary)
     typer.echo(f"written to {out}: fidelity.json, fidelity.png")
 

@@ -65,6 +65,7 @@ def generate(
         raise typer.BadParameter("Give a --goal, a --must-contain or a --must-not-contain.")
     if not texts:
         raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
+    transforms = goal_options.build_transforms(strength, shift, len(goal or []))
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     goals = goal_options.load_goals(
@@ -72,8 +73,7 @@ def generate(
         tokenizer,
         attributes,
         goal or [],
-        strength,
-        shift,
+        transforms,
         horizon,
         neutral_end,
         must_contain,

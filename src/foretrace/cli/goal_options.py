@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from foretrace.attribute import LogitAffine
     from foretrace.hmm import HMM
     from foretrace.steering import Goal
 
@@ -34,15 +35,6 @@ MustNotContain = Annotated[
 ]
 
 
-def _above_zero(values: list[float]) -> list[float]:
-    for value in values:
-        if not value > 0:
-            raise typer.BadParameter(
-                f"--strength must be above 0, not {value:g}. To steer away, write --goal '~a'."
-            )
-    return values
-
-
 Attributes = Annotated[Path, typer.Option(help="The folder of attribute files.")]
 Strengths = Annotated[
     list[float],
@@ -50,7 +42,6 @@ Strengths = Annotated[
         "--strength",
         help="Scale of a goal's logit; above 1 steers more strongly. One value for all goals, or "
         "one per goal.",
-        callback=_above_zero,
     ),
 ]
 Shifts = Annotated[
@@ -86,13 +77,31 @@ def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.d
     return HMM.from_pretrained(source, tokenizer_fingerprint=expected).to(device)
 
 
+def build_transforms(
+    strengths: list[float], shifts: list[float], goals: int
+) -> "list[LogitAffine]":
+    """Return the transform of each goal. Commands call this before they load the LM."""
+    from foretrace.attribute import LogitAffine
+    from foretrace.errors import InvalidInputError
+
+    count = goals or 1  # constraints alone are one goal
+    scales = _one_per_goal(strengths, count, "--strength")
+    shifts = _one_per_goal(shifts, count, "--shift")
+    try:
+        return [LogitAffine(scale, shift) for scale, shift in zip(scales, shifts, strict=True)]
+    except InvalidInputError as error:
+        raise typer.BadParameter(
+            f"--strength (the scale) and --shift: {error} To steer away from an attribute, negate "
+            f"it: --goal '~name'."
+        ) from error
+
+
 def load_goals(
     hmm: "HMM",
     tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     expressions: list[str],
-    strengths: list[float],
-    shifts: list[float],
+    transforms: "list[LogitAffine]",
     horizon: int,
     neutral_end: bool,
     must_contain: list[str] | None = None,
@@ -100,9 +109,9 @@ def load_goals(
 ) -> "list[Goal]":
     """Build one goal per expression, and one for the constraints if there are any.
 
-    The constraints have strength 1 and shift 0, unless there are no expressions.
+    The constraints are not transformed, unless there are no expressions.
     """
-    from foretrace.attribute import AttributeStore, Expression, parse
+    from foretrace.attribute import AttributeStore, Expression, LogitAffine, parse
     from foretrace.engines.token_bytes import TokenBytes
     from foretrace.engines.vllm.params import constraint
     from foretrace.errors import InvalidInputError
@@ -112,7 +121,7 @@ def load_goals(
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     token_bytes = cache(TokenBytes.of)  # built at most once, and only if an expression needs it
 
-    def lookahead(expression: Expression, horizon: int) -> Lookahead:
+    def build(expression: Expression, horizon: int) -> Lookahead:
         attribute = expression.build(
             store, lambda mention: token_bytes(tokenizer).mentions(mention.texts)
         )
@@ -123,21 +132,20 @@ def load_goals(
         raise InvalidInputError(
             f"There are no attributes in {folder.resolve()}. Say where they are, with --attributes."
         )
-    lookaheads = [lookahead(expression, horizon) for expression in parsed]
-    count = len(expressions) or 1  # constraints alone are one goal
-    strengths = _one_per_goal(strengths, count, "--strength")
-    shifts = _one_per_goal(shifts, count, "--shift")
+    lookaheads = [build(expression, horizon) for expression in parsed]
     if must_contain or must_not_contain:
         # With a short horizon, steering would push a required text to occur too early.
         lookaheads.append(
-            lookahead(
+            build(
                 constraint(must_contain or [], must_not_contain or []),
                 max(horizon, MIN_CONSTRAINT_HORIZON),
             )
         )
-        strengths, shifts = [*strengths, 1.0], [*shifts, 0.0]
-    transforms = zip(strengths, shifts, strict=True)
-    return [Goal(built, *next(transforms), neutral_end) for built in lookaheads]
+        transforms = [*transforms, LogitAffine()]
+    return [
+        Goal(lookahead, transform.scale, transform.shift, neutral_end)
+        for lookahead, transform in zip(lookaheads, transforms, strict=False)
+    ]
 
 
 def _one_per_goal(values: list[float], count: int, option: str) -> list[float]:

@@ -61,14 +61,15 @@ class LocalBackend:
         return PlaygroundResult(generation.text, table, generation.probability[0])
 
     def _load_goals(self, request: PlaygroundRequest) -> "list[Goal]":
+        from foretrace.attribute import LogitAffine
+
         if self._last_goals is None or self._last_goals[0] != request:
             goals = load_goals(
                 self.hmm,
                 self.tokenizer,
                 self.attributes,
                 [request.goal],
-                [request.strength],
-                [request.shift],
+                [LogitAffine(request.strength, request.shift)],
                 request.horizon,
                 request.neutral_end,
             )
