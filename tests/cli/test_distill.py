@@ -14,12 +14,12 @@ from foretrace.cli.distill import parse_count
 from foretrace.hmm import HMM
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "foretrace", "distill", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, **environment, "COLUMNS": "120"},
     )
 
 
@@ -71,7 +71,10 @@ def test_distill_under_torchrun(tiny_lm: Path, tmp_path: Path) -> None:
 
 def test_unknown_model_is_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
-    failed = run("no/such-model", "--out", str(tmp_path / "hmm"))
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": ""}
+    failed = run("no/such-model", "--out", str(tmp_path / "hmm"), **hub)
     assert failed.returncode == 1
+    assert "http://127.0.0.1:9 cannot be reached" in failed.stderr
+    assert "Retrying" not in failed.stderr  # the hub's client would wait for a minute
     assert "Traceback" not in failed.stderr
     assert "check the spelling" in failed.stderr.replace("\n", " ")

@@ -12,8 +12,7 @@ from foretrace.cli.progress import ProgressBars
 def test_message_after_an_interrupt(
     resumes: bool, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), ProgressBars(resumes=resumes, visible=False) as bars:
-        bars.update("stage", 1, 2, "steps")
+    with pytest.raises(KeyboardInterrupt), ProgressBars(resumes=resumes, visible=False):
         raise KeyboardInterrupt
     assert f"Stopped. The same command {expected}." in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ import typer
 
 from foretrace.cli.device import choose_device
 from foretrace.cli.em import ProductDtype
+from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.cli.model_loading import disable_transformers_progress
 from foretrace.cli.progress import ProgressBars
 from foretrace.cli.prompts import read_prompts
@@ -133,6 +134,7 @@ def distill(
     )
     texts = [] if prompts is None else read_prompts(prompts)
     disable_transformers_progress()
+    skip_retries_if_unreachable(model)
     if plan:
         _show_plan(model, config, lm, texts, out)
         return

@@ -10,6 +10,7 @@ import typer
 
 from foretrace.cli.attribute import describe
 from foretrace.cli.device import choose_device
+from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.cli.model_loading import load_tokenizer
 from foretrace.cli.progress import ProgressBars
 
@@ -120,6 +121,8 @@ def fit(
         scores = _tabular.probabilities(rows, score, data)
         source["score"] = score
     else:
+        if ":" not in judge:
+            skip_retries_if_unreachable(judge)
         loaded_judge = load_judge(
             judge,
             label=label,

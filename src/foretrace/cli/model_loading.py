@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
     """Load a tokenizer without its model."""
+    from foretrace.cli.hub import skip_retries_if_unreachable
     from foretrace.errors import InvalidInputError, reason
 
     transformers = _require_transformers()
+    skip_retries_if_unreachable(source)
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -27,10 +29,12 @@ def load_lm(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a language model for generation, and its tokenizer."""
     from foretrace.cli.device import choose_device
-    from foretrace.distill.sampling.source import load_tokenizer_and_model
+    from foretrace.cli.hub import skip_retries_if_unreachable
+    from foretrace.distill.source import load_tokenizer_and_model
 
     transformers = _require_transformers()
     disable_transformers_progress()
+    skip_retries_if_unreachable(source)
     chosen_device = choose_device(device)
     tokenizer, model = load_tokenizer_and_model(
         source,
