@@ -1,6 +1,8 @@
 """`foretrace doctor`: the report and the exit code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -46,3 +48,50 @@ def test_wrong_eap_is_an_error(
     with pytest.raises(SystemExit):
         doctor.doctor(as_json=False)
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_report_explains_the_dtype(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretrace._hardware._bfloat16_flag", lambda: "amx_bf16")
+    expected = "bfloat16 (this CPU has native bfloat16: amx_bf16)"
+    assert json.loads(report(capsys, as_json=True))["dtypes"]["cpu"] == expected
+    assert f"- `--dtype auto` on cpu: {expected}" in report(capsys, as_json=False)
+
+
+def test_advice_is_part_of_the_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_thread_advice", lambda *_: ["set this"])
+    assert "- advice: set this" in report(capsys, as_json=False)
+
+
+def test_advice_on_few_cores() -> None:
+    (advice,) = doctor._thread_advice(2, 0, {})
+    assert "OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0" in advice
+    assert doctor._thread_advice(2, 0, {"OMP_WAIT_POLICY": "PASSIVE"}) == []
+    assert doctor._thread_advice(64, 0, {}) == []
+
+
+def test_advice_beside_other_torch_processes() -> None:
+    (advice,) = doctor._thread_advice(16, 3, {})
+    assert "3 other processes use torch" in advice
+    assert "OMP_NUM_THREADS=4" in advice
+    assert doctor._thread_advice(16, 3, {"OMP_NUM_THREADS": "4"}) == []
+    (advice,) = doctor._thread_advice(16, 1, {})
+    assert "1 other process uses torch" in advice
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_other_torch_processes_are_counted() -> None:
+    script = "import torch; print(flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        assert doctor._count_torch_processes() >= 1
+    finally:
+        other.communicate(b"\n")

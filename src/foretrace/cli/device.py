@@ -1,4 +1,4 @@
-"""Choose the device that a command runs on."""
+"""Choose the device that a command runs on, and the dtype of the language model."""
 
 import os
 
@@ -31,3 +31,11 @@ def choose_device(device: str) -> str:
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     torch.cuda.set_device(gpu)
     return gpu
+
+
+def choose_dtype(dtype: str, device: str) -> str:
+    """Return the dtype of a language model; `auto` depends on the device's hardware."""
+    from foretrace._hardware import default_dtype
+    from foretrace.hmm.probability import dtype_name
+
+    return dtype_name(default_dtype(device)) if dtype == "auto" else dtype

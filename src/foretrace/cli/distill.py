@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli.device import choose_device
+from foretrace.cli.device import choose_device, choose_dtype
 from foretrace.cli.em import ProductDtype
+from foretrace.cli.goal_options import DTYPE_HELP
 from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.cli.model_loading import disable_transformers_progress
 from foretrace.cli.progress import ProgressBars
@@ -84,9 +85,7 @@ def distill(
             "those of --engine-options, with transformers."
         ),
     ] = None,
-    dtype: Annotated[
-        str, SamplingOption(help="Dtype of the LM: float32, bfloat16, or auto.")
-    ] = "auto",
+    dtype: Annotated[str, SamplingOption(help=DTYPE_HELP)] = "auto",
     end_of_text: Annotated[
         str | None,
         SamplingOption(help="Token that begins and ends texts. Default: the tokenizer's."),
@@ -124,11 +123,12 @@ def distill(
         em=EMConfig(epochs=epochs, batch_size=batch_size, dtype=em_dtype.value, held_out=held_out),
         seed=seed,
     )
+    chosen_device = choose_device(device)
     lm = LMConfig(
         engine=engine.value,
-        dtype=dtype,
+        dtype=choose_dtype(dtype, chosen_device),
         end_of_text=end_of_text,
-        device=choose_device(device),
+        device=chosen_device,
         options=_parse_options(engine_options),
         reader_options=None if reader_options is None else _parse_options(reader_options),
     )

@@ -1,12 +1,14 @@
 """`foretrace doctor`: report the installation, for the user and for bug reports."""
 
 import json
+import os
 import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ import typer
 EPILOG = "Example: foretrace doctor"
 EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
 TOLERANCE = 1e-9
+FEW_CORES = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ def doctor(
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": _devices(),
+        "dtypes": _dtypes(),
+        "advice": _thread_advice(os.cpu_count() or 1, _count_torch_processes(), os.environ),
         "extras": _extras(packages),
         "packages": [asdict(package) for package in packages],
         "enumeration": error,
@@ -117,6 +122,44 @@ def _devices() -> list[str]:
     return devices
 
 
+def _dtypes() -> dict[str, str]:
+    """Return for each device the dtype that `--dtype auto` chooses, and why."""
+    import torch
+
+    from foretrace._hardware import describe_dtype
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return {device: describe_dtype(device) for device in ["cpu", *gpus]}
+
+
+def _count_torch_processes() -> int:
+    """Count the other processes that have loaded torch and are visible to this user."""
+    count = 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):  # none outside Linux
+        try:
+            count += maps.parent.name != f"{os.getpid()}" and "libtorch_cpu" in maps.read_text()
+        except (OSError, UnicodeDecodeError):  # ended meanwhile, or of another user
+            continue
+    return count
+
+
+def _thread_advice(cores: int, torch_processes: int, environment: Mapping[str, str]) -> list[str]:
+    """Return settings that keep processes from competing for the cores."""
+    advice = []
+    if torch_processes and "OMP_NUM_THREADS" not in environment:
+        share = max(1, cores // (torch_processes + 1))
+        advice.append(
+            f"{torch_processes} other process{'es use' if torch_processes > 1 else ' uses'} torch "
+            f"on these {cores} cores: set OMP_NUM_THREADS={share} for each"
+        )
+    if cores <= FEW_CORES and "OMP_WAIT_POLICY" not in environment:
+        advice.append(
+            f"{cores} cores: if several processes compute at the same time, set "
+            f"OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0, so that waiting threads do not block others"
+        )
+    return advice
+
+
 def _eap_error() -> float:
     """Return the largest difference of the EAP from a sum over all texts of a tiny HMM."""
     import torch
@@ -149,6 +192,8 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     yield f"foretrace {report['foretrace']}, Python {report['python']}, {report['platform']}"
     yield ""
     yield from (f"- {device}" for device in report["devices"])
+    yield from (f"- `--dtype auto` on {name}: {dtype}" for name, dtype in report["dtypes"].items())
+    yield from (f"- advice: {advice}" for advice in report["advice"])
     yield from (f"- extra `{name}`: {status}" for name, status in report["extras"].items())
     error = report["enumeration"]
     result = "exact" if error <= TOLERANCE else "WRONG"

@@ -28,7 +28,7 @@ def load_lm(
     source: str, dtype: str, device: str
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a language model for generation, and its tokenizer."""
-    from foretrace.cli.device import choose_device
+    from foretrace.cli.device import choose_device, choose_dtype
     from foretrace.cli.hub import skip_retries_if_unreachable
     from foretrace.distill.source import load_tokenizer_and_model
 
@@ -40,7 +40,7 @@ def load_lm(
         source,
         transformers.AutoTokenizer,
         lambda **options: transformers.AutoModelForCausalLM.from_pretrained(source, **options),
-        {"dtype": dtype},
+        {"dtype": choose_dtype(dtype, chosen_device)},
     )
     # Drop the model's sampling defaults, such as a repetition penalty: they change the LM's
     # distribution.
