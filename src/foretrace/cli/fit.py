@@ -97,13 +97,13 @@ def fit(
         by=(invert, name, judge, plot),
         judge=(label, zero_shot, encoder, judgements),
     )
-    choose_transform = scale is None and shift is None
+    transform = None
+    if scale is not None or shift is not None:
+        transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
     config = FitConfig(
         objective=objective.value,
         terms=terms,
-        transform=None
-        if choose_transform
-        else LogitAffine(1.0 if scale is None else scale, shift or 0.0),
+        transform=transform,
         by_absence=by is not None if by_absence is None else by_absence,
         penalty=penalty,
         seed=seed,
