@@ -1,4 +1,4 @@
-"""`foretrace serve`: vLLM's server, in which every request can name its goal."""
+"""`foretrace serve`: start vLLM's server with steering, so that each request can name a goal."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretrace.cli import goal_options as options
+from foretrace.cli import goal_options
 from foretrace.errors import InvalidInputError
 
 EPILOG = (
@@ -22,25 +22,28 @@ MIDDLEWARE = "foretrace.engines.vllm.middleware.Admission"
 
 def serve(
     context: typer.Context,
-    model: options.Model,
-    hmm: options.HMMSource,
-    attributes: options.Attributes,
-    horizon: options.Horizon = 64,
-    memory: Annotated[int, typer.Option(min=1, help="MB for tables on the device.")] = 1024,
+    model: goal_options.Model,
+    hmm: goal_options.HMMSource,
+    attributes: goal_options.Attributes,
+    horizon: goal_options.Horizon = 64,
+    memory: Annotated[int, typer.Option(min=1, help="Device memory for tables, in MB.")] = 1024,
     tables: Annotated[
-        Path | None, typer.Option(help="Where to keep tables; else a folder for temporary files.")
+        Path | None,
+        typer.Option(
+            help="Folder of the tables' disk cache. Default: the folder for temporary files."
+        ),
     ] = None,
-    disk: Annotated[int, typer.Option(min=1, help="MB for tables on the disk.")] = 8192,
-    body: Annotated[int, typer.Option(min=1, help="MB that a request's body has at most.")] = 32,
+    disk: Annotated[int, typer.Option(min=1, help="Disk space for tables, in MB.")] = 8192,
+    body: Annotated[int, typer.Option(min=1, help="Maximum size of a request's body, in MB.")] = 32,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server; options that are not named here are vLLM's own."""
+    """Start vLLM's OpenAI-compatible server. Other options are passed on to vLLM."""
     from foretrace.attribute import AttributeStore
     from foretrace.engines.vllm.settings import Settings
     from foretrace.hmm import HMM
 
     _require_vllm()
-    _refuse(context.args)
-    known = HMM.from_pretrained(hmm)
+    _check_vllm_options(context.args)
+    loaded_hmm = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
@@ -52,13 +55,13 @@ def serve(
         disk_mb=disk,
         body_mb=body,
     )
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    typer.echo(f"HMM: {known}", err=True)
-    typer.echo(f"attributes: {len(names):,} in {attributes} ({shown})", err=True)
+    examples = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    typer.echo(f"HMM: {loaded_hmm}", err=True)
+    typer.echo(f"attributes: {len(names):,} in {attributes} ({examples})", err=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--logits-processors", PROCESSOR, "--middleware", MIDDLEWARE, *context.args]
     os.environ.update(settings.to_environment())
-    # Counters of the process that decodes are collected from files, by the one that answers.
+    # The engine process writes its metrics to files, which the API process collects.
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(prefix="foretrace-metrics-")
     sys.stderr.flush()
@@ -66,25 +69,26 @@ def serve(
 
 
 def _tokenizer(arguments: list[str], model: str) -> str:
-    """Find which tokenizer vLLM will use: its own option, or the model's."""
-    for place, each in enumerate(arguments):
-        name, _, value = each.partition("=")
+    """Return the tokenizer that vLLM uses: the value of --tokenizer, or the model."""
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
         if name == "--tokenizer":
-            return value or next(iter(arguments[place + 1 :]), model)
+            return value or next(iter(arguments[index + 1 :]), model)
     return model
 
 
-def _refuse(arguments: list[str]) -> None:
-    """Refuse options of vLLM that would leave texts unsteered."""
-    for each in arguments:
-        if each.startswith("--spec"):
+def _check_vllm_options(arguments: list[str]) -> None:
+    """Raise an error for options of vLLM that would disable steering."""
+    for argument in arguments:
+        if argument.startswith("--spec"):
             raise InvalidInputError(
-                f"{each}: speculative decoding drafts tokens that are not steered. Serve without."
+                f"{argument}: speculative decoding drafts tokens that are not steered. Leave this "
+                f"option out."
             )
-        if each.startswith("--logits-processors"):
+        if argument.startswith("--logits-processors"):
             raise InvalidInputError(
-                f"{each}: vLLM would take these instead of foretrace's. Start vLLM itself, with "
-                f"{PROCESSOR} among them; docs/serving.md says how."
+                f"{argument}: this option would replace foretrace's logits processor. Start vLLM "
+                f"directly, and add {PROCESSOR} to its processors, as in docs/serving.md."
             )
 
 
@@ -92,4 +96,4 @@ def _require_vllm() -> None:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        raise InvalidInputError("vLLM is not installed. Install it: pip install 'foretrace[vllm]'.")
+        raise InvalidInputError("vLLM is not installed: pip install 'foretrace[vllm]'.")
