@@ -22,7 +22,7 @@ OPTION_NAMES = {  # parameter -> its option in every command
     "dtype": "--dtype",
     "attributes": "--attributes",
 }
-FOREIGN_OPTIONS = {"serve": {"--port", "--dtype"}, "em": {"--nproc-per-node"}}  # vLLM, torchrun
+FOREIGN_OPTIONS = {"serve": {"--port"}, "em": {"--nproc-per-node"}}  # vLLM, torchrun
 FORETRACE = Path(sys.executable).with_name("foretrace")
 
 

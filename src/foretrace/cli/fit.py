@@ -123,6 +123,8 @@ def fit(
     else:
         if ":" not in judge:
             skip_retries_if_unreachable(judge)
+        if encoder is not None:
+            skip_retries_if_unreachable(encoder)
         loaded_judge = load_judge(
             judge,
             label=label,

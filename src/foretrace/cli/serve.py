@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from foretrace.cli import goal_options
+from foretrace.cli.device import choose_device, choose_dtype
+from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.errors import InvalidInputError
 
-EPILOG = (
-    "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000 --dtype "
-    "bfloat16"
-)
+EPILOG = "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 PROCESSOR = "foretrace.engines.vllm:SteeringProcessor"
 MIDDLEWARE = "foretrace.engines.vllm.middleware.Admission"
@@ -35,6 +34,7 @@ def serve(
     ] = None,
     disk: Annotated[int, typer.Option(min=1, help="Disk space for tables, in MB.")] = 8192,
     body: Annotated[int, typer.Option(min=1, help="Maximum size of a request's body, in MB.")] = 32,
+    dtype: goal_options.Dtype = "auto",
 ) -> None:
     """Start vLLM's OpenAI-compatible server. Other options are passed on to vLLM."""
     from foretrace.attribute import AttributeStore
@@ -43,6 +43,7 @@ def serve(
 
     _require_vllm()
     _check_vllm_options(context.args)
+    skip_retries_if_unreachable(model)
     loaded_hmm = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
     settings = Settings(
@@ -59,6 +60,7 @@ def serve(
     typer.echo(f"HMM: {loaded_hmm}", err=True)
     typer.echo(f"attributes: {len(names):,} in {attributes} ({examples})", err=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--dtype", choose_dtype(dtype, choose_device("auto"))]
     command += ["--logits-processors", PROCESSOR, "--middleware", MIDDLEWARE, *context.args]
     os.environ.update(settings.to_environment())
     # The engine process writes its metrics to files, which the API process collects.

@@ -1,0 +1,42 @@
+"""`foretrace serve`: the command line of vLLM."""
+
+import os
+import sys
+
+import pytest
+
+from foretrace import cli
+from foretrace.cli import serve
+
+
+def vllm_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    """Run `foretrace serve`; return the command that would replace the process."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(serve, "_require_vllm", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    monkeypatch.setattr(os, "environ", {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "unused"})
+    monkeypatch.setattr(sys, "argv", ["foretrace", "serve", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert not stopped.value.code
+    return commands[0]
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [(None, "float32"), ("amx_bf16", "bfloat16")])
+def test_dtype_of_the_hardware_is_passed_to_vllm(
+    flag: str | None, dtype: str, steered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretrace._hardware._bfloat16_flag", lambda: flag)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = vllm_command(monkeypatch, *steered)
+    assert command[command.index("--dtype") + 1] == dtype
+
+
+@pytest.mark.parametrize("option", [["--dtype", "half"], ["--dtype=half"]])
+def test_dtype_of_the_user_is_passed_to_vllm(
+    option: list[str], steered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = vllm_command(monkeypatch, *steered, *option, "--port", "8001")
+    assert command.count("--dtype") == 1
+    assert command[command.index("--dtype") + 1] == "half"
+    assert command[-2:] == ["--port", "8001"]
