@@ -184,9 +184,10 @@ def _show_plan(
     console.print(table)
     costs = estimate.costs
     console.print(
-        f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, hidden states "
-        f"{format_bytes(costs.hidden)} temporarily, HMM {format_bytes(costs.table)})\n"
-        f"memory: the LM and its engine while sampling; then {format_bytes(costs.latent_memory)} for "
+        f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, hidden "
+        f"states {format_bytes(costs.hidden)} temporarily, HMM {format_bytes(costs.table)})\n"
+        f"memory: the LM and its engine while sampling; then "
+        f"{format_bytes(costs.latent_memory)} for "
         f"the initialization; then {format_bytes(costs.em_memory)} for EM"
     )
 

@@ -74,7 +74,9 @@ def em(
         with ProgressBars(resumes=True, visible=group.is_leader) as bars:
             reporter = _Reporter(bars, out if tensorboard and group.is_leader else None)
             trained = train(
-                _initial_hmm(opened, states, start, seed).to(chosen_device, config.accumulator_dtype),
+                _initial_hmm(opened, states, start, seed).to(
+                    chosen_device, config.accumulator_dtype
+                ),
                 opened,
                 config,
                 folder=out,

@@ -225,7 +225,7 @@ class _Fitter:
 
 def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str], list[float]]:
     """Score texts; drop those that the judge fails on, and print how many."""
-    from foretrace.attribute.text import require_content
+    from foretrace.attribute.fitting.tokenize import require_content
     from foretrace.errors import InvalidInputError
     from foretrace.evaluate import judge_texts
 

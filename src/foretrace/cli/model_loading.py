@@ -30,7 +30,7 @@ def load_lm(
     """Load a language model for generation, and its tokenizer."""
     from foretrace.cli.device import choose_device, choose_dtype
     from foretrace.cli.hub import skip_retries_if_unreachable
-    from foretrace.distill.source import load_tokenizer_and_model
+    from foretrace.distill.sampling.source import load_tokenizer_and_model
 
     transformers = _require_transformers()
     disable_transformers_progress()
