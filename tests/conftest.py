@@ -1,24 +1,29 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several packages share."""
 
+import os
 import warnings
 from pathlib import Path
 
 import pytest
 
-from smollm2 import UnavailableError, find_smollm2
+# Read when huggingface_hub is imported. No test needs the hub, and without a network every
+# attempt to reach it is repeated for seconds.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from smollm2 import UnavailableError, find_smollm2, has_fast_bfloat16, link_as_float32
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny real LM."""
+    """The folder of a tiny LM."""
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     return write_tiny_lm(tmp_path_factory.mktemp("tiny-lm"))
 
 
 @pytest.fixture(scope="session")
 def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The LM, an HMM of it, and the folder of `odd`, `low` and `always`, as options."""
+    """Command-line options: the tiny LM, its HMM, and attributes `odd`, `low` and `always`."""
     import torch
 
     from foretrace.attribute import Attribute, AttributeStore
@@ -26,7 +31,7 @@ def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     folder = tmp_path_factory.mktemp("steered")
     tiny_hmm(word_tokenizer()).save_pretrained(folder / "hmm")
     store = AttributeStore(folder / "attributes")
-    number = torch.arange(len(WORDS)) - 1  # of the word; the first token ends texts
+    number = torch.arange(len(WORDS)) - 1  # of the word; token 0 is the end-of-text token
     store.add(Attribute.from_weights((number % 2 == 1).float().clamp_min(1e-6), name="odd"))
     store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="always"))
     store.add(Attribute.from_weights((number < 32).float().clamp_min(1e-6), name="low"))
@@ -34,12 +39,18 @@ def steered(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of a real LM of 135M parameters; skips, saying why, where it cannot be had."""
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real LM with 135M parameters; skips where it is not available.
+
+    Its default data type is float32 on CPUs that have no instructions for bfloat16.
+    """
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # reading GGUF is others' code
-            return find_smollm2()
+            warnings.simplefilter("ignore")  # reading GGUF warns
+            folder = find_smollm2()
     except UnavailableError as error:
-        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+        pytest.skip(f"SmolLM2 is not available: {error}")
+    if has_fast_bfloat16():
+        return folder
+    return link_as_float32(folder, tmp_path_factory.mktemp("smollm2"))

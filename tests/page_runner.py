@@ -1,20 +1,22 @@
-"""Runs the commands and snippets of a page of the documentation, in order, in this folder.
+"""Run the commands and snippets of a page of the documentation, in order, in the current folder.
 
     python -W error page_runner.py PAGE '{OLD: NEW, ...}'
 
-Commands of foretrace run in this process, since importing anew takes seconds; servers in one of
-their own, until the page ends. What OLD says on the page is NEW here: a smaller number, say.
-Installing is not repeated: extras must be those of the project. Benchmarks, which need
-hours or data, are asked for their help.
+Every OLD in the page is replaced by NEW, a smaller number for example. Commands of foretrace run
+in this process, because a new one spends seconds on imports. Servers run in processes of their own
+until the page ends. `pip install` is not run, but the extras must exist. Benchmarks need hours or
+data, so that only their `--help` runs.
 """
 
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,24 +24,25 @@ from signal import SIGKILL, SIGTERM
 from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
-from server import wait_for
+from server import free_port, wait_for
 
 PROJECT = Path(__file__).parent.parent
 BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```', re.DOTALL | re.MULTILINE)
-SERVERS = ("foretrace serve", "foretrace playground", "python -m vllm")
+PLAYGROUND = "foretrace playground"
+SERVERS = ("foretrace serve", PLAYGROUND, "python -m vllm")
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Give language, file name and text of every block."""
+    """Yield language, file name and text of every code block."""
     for _, language, title, text in BLOCK.findall(page.read_text("utf-8")):
         yield language, title, text
 
 
-def main(page: Path, replacements: dict[str, str]) -> None:
+def run_page(page: Path, replacements: dict[str, str]) -> None:
     """Run a page."""
     names: dict[str, Any] = {"__name__": "__page__"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    sys.path.insert(0, str(Path.cwd()))  # for judges of one's own
+    sys.path.insert(0, str(Path.cwd()))  # for a judge that the page defines
     with ExitStack() as servers:
         for language, title, text in blocks(page):
             for old, new in replacements.items():
@@ -52,40 +55,50 @@ def main(page: Path, replacements: dict[str, str]) -> None:
                 run_commands(text, servers)
 
 
+def run_page_into(log: Path, page: Path, replacements: dict[str, str]) -> None:
+    """Run a page in the folder of a log file that takes all output; for a forked process."""
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(log.parent)
+    warnings.simplefilter("error")
+    run_page(page, replacements)
+
+
 def run_commands(text: str, servers: ExitStack) -> None:
-    """Run the lines of a block; one that starts a server goes on in the background."""
+    """Run the lines of a block; a block that starts a server continues in the background."""
     lines = text.replace("\\\n", " ").splitlines()
     if any(line.startswith(SERVERS) for line in lines):
         for line in [line for line in lines if line.startswith("pip install")]:
             lines.remove(line)
-            run(line)
-        start(servers, lines)
+            run_command(line)
+        start_server(servers, lines)
         return
     while lines:
         line = lines.pop(0)
-        while line.count("'") % 2:  # a quoted text goes on
+        while line.count("'") % 2:  # a quoted text continues on the next line
             line = f"{line}\n{lines.pop(0)}"
-        run(line)
+        run_command(line)
 
 
-def run(line: str) -> None:
-    """Run a command, here if it is known, else in a shell."""
+def run_command(line: str) -> None:
+    """Run a command: in this process if it is one of the project, else in a shell."""
     words = shlex.split(line, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]) and "benchmarks/" in line:
         words.pop(0)  # help needs no data
     if words[:1] == ["export"]:
-        os.environ.update(dict(each.split("=", 1) for each in words[1:]))
+        os.environ.update(dict(word.split("=", 1) for word in words[1:]))
     elif words[:2] == ["pip", "install"]:
         require_extras(words[2:])
     elif words[:1] == ["foretrace"]:
-        foretrace(words)
+        run_foretrace(words)
     elif words[:1] == ["python"] and words[1].startswith("benchmarks/"):
-        subprocess.run(["python", PROJECT / words[1], "--help"], check=True)
+        run_benchmark_help(PROJECT / words[1])
     elif words:
         subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True)
 
 
-def foretrace(words: list[str]) -> None:
+def run_foretrace(words: list[str]) -> None:
     """Run a command of foretrace in this process."""
     from foretrace import cli
 
@@ -98,38 +111,54 @@ def foretrace(words: list[str]) -> None:
             raise RuntimeError(f"{shlex.join(words)} ended with {stopped.code}") from None
 
 
-def start(servers: ExitStack, lines: list[str]) -> None:
-    """Start a server, and wait until it answers; the one before has its place no more."""
+def run_benchmark_help(script: Path) -> None:
+    """Run a benchmark with `--help` in this process."""
+    sys.argv = [str(script), "--help"]
+    sys.path.insert(0, str(script.parent))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as stopped:
+            if stopped.code:
+                raise RuntimeError(f"{script.name} --help ended with {stopped.code}") from None
+
+
+def start_server(servers: ExitStack, lines: list[str]) -> None:
+    """Stop the server before, start another one, and wait until it answers."""
     servers.close()
-    port, ready = (7860, "") if lines[-1].startswith("foretrace playground") else (8000, "health")
-    with socket() as one:  # whoever is there would answer in its stead
-        one.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-        one.bind(("127.0.0.1", port))
+    port, ready = 8000, "health"
+    if lines[-1].startswith(PLAYGROUND):
+        port, ready = free_port(), ""  # other pages start playgrounds too
+        lines[-1] += f" --port {port}"
+    with socket() as probe:  # fails if another server would answer instead
+        probe.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], start_new_session=True
     )
-    servers.callback(stop, process)
+    servers.callback(stop_server, process)
     wait_for(process, f"http://127.0.0.1:{port}/{ready}")
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a server, and whatever it has started."""
+def stop_server(process: "subprocess.Popen[bytes]") -> None:
+    """End a server and all processes that it has started."""
     for signal in (SIGTERM, SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal)
             process.wait(30)
 
 
-def require_extras(what: list[str]) -> None:
-    """Check that what would be installed is this project, with extras that it has."""
+def require_extras(requirements: list[str]) -> None:
+    """Check that a requirement is this project, with extras that it defines."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
-    for each in what:
-        found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", each)
-        if found is None:
-            raise RuntimeError(f"pip install {each}: not this project")
-        if unknown := set((found[1] or "").split(",")) - {"", *project["optional-dependencies"]}:
-            raise RuntimeError(f"pip install {each}: there is no {unknown}")
+    for requirement in requirements:
+        match = re.fullmatch(r"\.(?:\[([\w,]+)\])?", requirement)
+        if match is None:
+            raise RuntimeError(f"pip install {requirement}: not this project")
+        if unknown := set((match[1] or "").split(",")) - {"", *project["optional-dependencies"]}:
+            raise RuntimeError(f"pip install {requirement}: there is no {unknown}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    run_page(Path(sys.argv[1]), json.loads(sys.argv[2]))

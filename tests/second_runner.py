@@ -1,7 +1,7 @@
-"""Writes what requests ask for through vLLM's second model runner, in Triton's interpreter.
+"""Generate text with vLLM's second model runner, in Triton's interpreter.
 
-A program of its own: which runner there is, is decided before vLLM is imported. Reads JSON
-requests from standard input, prints the tokens of each as the last line.
+A program of its own, because the model runner is chosen before vLLM is imported. Reads requests
+as JSON from standard input, and prints the generated tokens of each request as the last line.
 """
 
 import json
@@ -18,7 +18,7 @@ ENVIRONMENT = {
 
 
 def main(model: str) -> None:
-    """Run all requests on three slots."""
+    """Run all requests, at most three at a time."""
     os.environ.update(ENVIRONMENT)
     sys.path.insert(0, str(Path(__file__).parent / "doubles"))
     from vllm import LLM, SamplingParams
@@ -34,14 +34,17 @@ def main(model: str) -> None:
     )
     assert llm.llm_engine.vllm_config.use_v2_model_runner
     answers = llm.generate(
-        [{"prompt_token_ids": each["prompt"]} for each in requests],
+        [{"prompt_token_ids": request["prompt"]} for request in requests],
         [
-            SamplingParams(temperature=0, max_tokens=each["max_tokens"], extra_args=each["goal"])
-            for each in requests
+            SamplingParams(
+                temperature=0, max_tokens=request["max_tokens"], extra_args=request["goal"]
+            )
+            for request in requests
         ],
         use_tqdm=False,
     )
-    sys.stdout.write(json.dumps([list(each.outputs[0].token_ids) for each in answers]) + "\n")
+    token_ids = [list(answer.outputs[0].token_ids) for answer in answers]
+    sys.stdout.write(json.dumps(token_ids) + "\n")
 
 
 if __name__ == "__main__":

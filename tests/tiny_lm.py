@@ -1,22 +1,22 @@
-"""A tiny real LM: a Llama of random weights with a tokenizer of its own, saved as a folder."""
+"""A tiny LM: a Llama with random weights and a tokenizer, in the format of transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from foretrace.hmm import HMM
 
-CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(63))]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+WORDS = ["<|endoftext|>", *(f"w{index}" for index in range(63))]
 
 
 def word_tokenizer(
     vocabulary: Sequence[str] = WORDS, **options: object
 ) -> "PreTrainedTokenizerFast":
-    """Make a tokenizer of words between spaces."""
+    """Make a tokenizer whose tokens are words separated by spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -32,7 +32,7 @@ def word_tokenizer(
 
 
 def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast":
-    """Make a tokenizer of bytes and what they often come to in some texts, as GPT-2's is."""
+    """Train a byte-level BPE tokenizer, like that of GPT-2, on some texts."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder
     from tokenizers.models import BPE
@@ -40,28 +40,25 @@ def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast"
     from tokenizers.trainers import BpeTrainer
     from transformers import PreTrainedTokenizerFast
 
-    pieces = Tokenizer(BPE())
-    pieces.pre_tokenizer, pieces.decoder = ByteLevel(add_prefix_space=False), Decoder()
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), Decoder()
     trainer = BpeTrainer(
         vocab_size=size,
         special_tokens=WORDS[:1],
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
-    pieces.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=pieces, eos_token=WORDS[0], chat_template=CHAT
+        tokenizer_object=bpe, eos_token=WORDS[0], chat_template=CHAT_TEMPLATE
     )
 
 
-def write_tiny_lm(
-    folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, *, heads: int = 2
-) -> Path:
-    """Write model and tokenizer as transformers would load them from a hub."""
+def tiny_model(tokenizer: "PreTrainedTokenizerFast", *, heads: int = 2) -> "LlamaForCausalLM":
+    """Make the model; its weights do not depend on what ran before."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = tokenizer or word_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -73,14 +70,22 @@ def write_tiny_lm(
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    torch.nn.init.normal_(model.lm_head.weight, std=0.3)  # next tokens differ in likelihood
-    model.save_pretrained(folder)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.3)  # so that next tokens differ in likelihood
+    return model
+
+
+def write_tiny_lm(
+    folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, *, heads: int = 2
+) -> Path:
+    """Write model and tokenizer into a folder that transformers can load."""
+    tokenizer = tokenizer or word_tokenizer()
+    tiny_model(tokenizer, heads=heads).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def tiny_hmm(tokenizer: "PreTrainedTokenizerFast", states: int = 8) -> "HMM":
-    """Make an HMM of random weights that knows a tokenizer for its own."""
+    """Make an HMM with random parameters that records the tokenizer's fingerprint."""
     from foretrace.hmm import HMM, HMMConfig
     from foretrace.vocabulary import fingerprint
 
