@@ -14,6 +14,21 @@ from smollm2 import UnavailableError, find_smollm2, has_fast_bfloat16, link_as_f
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist, keep the tests of a file on one worker, because they share fixtures.
+
+    The pages of the documentation share little and take long: they are spread, and come first.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    pages = [item for item in items if item.path.name == "test_pages.py"]
+    others = [item for item in items if item.path.name != "test_pages.py"]
+    for item in others:
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items[:] = pages + others
+
+
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny LM."""
