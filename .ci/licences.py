@@ -1,6 +1,7 @@
-"""Check that all that foretrace installs, with its extras, may be used freely.
+"""Check that every package that foretrace and its extras install has a free licence.
 
-Reads what is installed here. A licence that is not known to be free is named, and ends with 1.
+Reads the metadata of the current environment. Prints the packages whose licence is not known to be
+free, and exits with 1 if there are any.
 """
 
 import re
@@ -14,48 +15,56 @@ FREE = re.compile(
     r"public domain|cnri|\bof[lt]|lgpl|lesser general",
     re.IGNORECASE,
 )
-OWN = {"foretrace"}
-# Freely given, for use with their own devices; torch brings them where there are some.
+SELF = "foretrace"
+EXTRAS = frozenset({"transformers", "vllm", "evaluate", "playground"})
+# Free of charge for use with the vendor's devices; torch installs them where there are such devices.
 VENDORS = re.compile(r"^(nvidia|cuda|triton)")
 
 
 def main() -> None:
-    """Walk through everything that is needed, and look at each one's licence."""
-    wrong = {name: told for name, told in sorted(_licences().items()) if not FREE.search(told)}
-    for name, told in wrong.items():
-        print(f"{name}: {told or 'says nothing of its licence'}")
-    if wrong:
-        sys.exit(f"{len(wrong)} packages have a licence that is not known to be free.")
+    """Check the licence of every required package."""
+    licences = sorted(_licences().items())
+    unknown = {name: licence for name, licence in licences if not FREE.search(licence)}
+    for name, licence in unknown.items():
+        print(f"{name}: {licence or 'no licence in its metadata'}")
+    if unknown:
+        sys.exit(f"{len(unknown)} packages have a licence that is not known to be free.")
 
 
 def _licences() -> dict[str, str]:
-    found: dict[str, str] = {}
-    waiting = [("foretrace", frozenset({"transformers", "vllm", "evaluate", "playground"}))]
-    seen = set(waiting)
-    while waiting:
-        name, extras = waiting.pop()
+    """Return the licences of all packages that foretrace requires, directly or indirectly."""
+    licences: dict[str, str] = {}
+    pending = [(SELF, EXTRAS)]
+    seen = set(pending)
+    while pending:
+        name, extras = pending.pop()
         try:
-            known = distribution(name)
+            package = distribution(name)
         except PackageNotFoundError:
-            continue  # of another platform, or of an extra that is not installed here
-        if name not in OWN and not VENDORS.match(name):
-            found[name] = _licence(known)
-        for line in known.requires or []:
-            need = Requirement(line)
-            marks = [need.marker] if need.marker else []
-            if all(any(m.evaluate({"extra": e}) for e in extras | {""}) for m in marks):
-                step = (need.name.lower().replace("_", "-"), frozenset(need.extras))
-                if step not in seen:
-                    seen.add(step)
-                    waiting.append(step)
-    return found
+            continue  # for another platform, or of an extra that is not installed
+        if name != SELF and not VENDORS.match(name):
+            licences[name] = _licence(package)
+        for line in package.requires or []:
+            requirement = Requirement(line)
+            marker = requirement.marker
+            if marker and not any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                continue
+            key = (requirement.name.lower().replace("_", "-"), frozenset(requirement.extras))
+            if key not in seen:
+                seen.add(key)
+                pending.append(key)
+    return licences
 
 
-def _licence(known: Distribution) -> str:
-    said = known.metadata
-    classified = [each for each in said.get_all("Classifier", []) if each.startswith("License")]
-    parts = [said.get("License-Expression", ""), *classified, said.get("License", "")[:200]]
-    return " ".join(parts).strip()
+def _licence(package: Distribution) -> str:
+    metadata = package.metadata
+    classifiers = [
+        classifier
+        for classifier in metadata.get_all("Classifier", [])
+        if classifier.startswith("License")
+    ]
+    expression, text = metadata.get("License-Expression", ""), metadata.get("License", "")
+    return " ".join([expression, *classifiers, text[:200]]).strip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What steering costs in vLLM: tokens a second, steered against bare, 64 requests at once, 8 goals.
+"""Throughput of vLLM with and without steering: 64 concurrent requests, 8 goals.
 
-Needs the environment with vLLM in it. SmolLM2 and the HMM of `examples/`; two engines in one
-process, one of them without foretrace, by turns. With --quick, few turns.
+Needs an environment with vLLM. Runs SmolLM2 with the HMM of `examples/` in two engines of one
+process, one of them without foretrace, in turns. With --quick there are fewer turns.
 """
 
 import os
@@ -34,43 +34,43 @@ ENVIRONMENT = {
 
 def main() -> None:
     """Measure throughput."""
-    given = options(__doc__)
-    report = Report("Steered against bare vLLM, SmolLM2, 1,024 states")
+    arguments = options(__doc__)
+    report = Report("vLLM with and without steering, SmolLM2, 1,024 states")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         names = _attributes(folder / "attributes")
         settings = Settings(str(EXAMPLE), str(folder / "attributes"), str(folder / "tables"))
         os.environ.update(ENVIRONMENT | settings.to_environment())
-        _compare(report, names, 2 if given.quick else 8)
-    report.publish(given.json)
+        _compare(report, names, 2 if arguments.quick else 8)
+    report.publish(arguments.json)
 
 
 def _attributes(folder: Path) -> list[str]:
-    """Write attributes that weigh a tenth of the tokens."""
+    """Write attributes with a weight below 1 for a tenth of the tokens; return their names."""
     hmm = HMM.from_pretrained(EXAMPLE)
-    names = [f"a{place}" for place in range(GOALS)]
-    known = hmm.config.tokenizer_fingerprint
-    for place, name in enumerate(names):
-        write_random(folder, name, hmm.vocab_size, share=0.1, known=known, seed=place)
+    names = [f"a{index}" for index in range(GOALS)]
+    fingerprint = hmm.config.tokenizer_fingerprint
+    for seed, name in enumerate(names):
+        write_random(folder, name, hmm.vocab_size, share=0.1, known=fingerprint, seed=seed)
     return names
 
 
 def _compare(report: Report, names: list[str], turns: int) -> None:
     processor = "foretrace.engines.vllm:SteeringProcessor"
     bare, steered = _engine([]), _engine([processor])
-    goals = [{"goal": names[place % GOALS], "strength": 2.0} for place in range(REQUESTS)]
-    none: list[dict[str, Any] | None] = [None] * REQUESTS
-    _rate(bare, none)
-    _rate(steered, goals)
-    pairs = [(_rate(bare, none), _rate(steered, goals)) for _ in range(turns)]
+    goals = [{"goal": names[index % GOALS], "strength": 2.0} for index in range(REQUESTS)]
+    plain: list[dict[str, Any] | None] = [None] * REQUESTS
+    _throughput(bare, plain)
+    _throughput(steered, goals)
+    pairs = [(_throughput(bare, plain), _throughput(steered, goals)) for _ in range(turns)]
     report.add("bare", median(rate for rate, _ in pairs), "tokens/s")
     report.add("steered", median(rate for _, rate in pairs), "tokens/s")
-    ratios = [own / other for other, own in pairs]
+    ratios = [with_goals / without for without, with_goals in pairs]
     report.add("steered / bare, median of pairs", median(ratios), "", at_least=0.85)
-    report.add("steered / bare, least", min(ratios), "")
-    report.add("steered / bare, most", max(ratios), "")
-    plain = [_rate(steered, none) / _rate(bare, none) for _ in range(turns)]
-    report.add("plain requests beside foretrace / bare", median(plain), "")
+    report.add("steered / bare, minimum", min(ratios), "")
+    report.add("steered / bare, maximum", max(ratios), "")
+    ratios = [_throughput(steered, plain) / _throughput(bare, plain) for _ in range(turns)]
+    report.add("plain requests with foretrace loaded / bare", median(ratios), "")
 
 
 def _engine(processors: list[str]) -> Any:
@@ -87,20 +87,20 @@ def _engine(processors: list[str]) -> Any:
     )
 
 
-def _rate(engine: Any, goals: list[Any]) -> float:
-    """Write so many texts at once: tokens a second."""
+def _throughput(engine: Any, goals: list[Any]) -> float:
+    """Generate one text per goal in one batch; return tokens per second."""
     from vllm import SamplingParams
 
     prompts = [
-        {"prompt_token_ids": [0, *range(100 + place, 112 + place)]} for place in range(REQUESTS)
+        {"prompt_token_ids": [0, *range(100 + index, 112 + index)]} for index in range(REQUESTS)
     ]
     params = [
         SamplingParams(temperature=1.0, max_tokens=LENGTH, ignore_eos=True, seed=1, extra_args=goal)
         for goal in goals
     ]
-    began = perf_counter()
+    start = perf_counter()
     answers = engine.generate(prompts, params, use_tqdm=False)
-    return sum(len(each.outputs[0].token_ids) for each in answers) / (perf_counter() - began)
+    return sum(len(answer.outputs[0].token_ids) for answer in answers) / (perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A server under strain: random goals, aborts, bad requests, and attributes that come and go.
+"""Soak test of a server: random goals, aborts, invalid requests, attributes that change.
 
-Needs the environment with vLLM in it. A real server of SmolLM2, asked over HTTP for ten minutes, or
-for a few seconds with --quick: nothing crashes, every valid request is answered, and memory does
-not grow once it is warm.
+Needs an environment with vLLM. Sends requests to a server of SmolLM2 over HTTP for ten minutes, or
+for a few seconds with --quick. Nothing may crash, every valid request must be answered, and memory
+must not grow after the warm-up.
 """
 
 import asyncio
@@ -25,90 +25,90 @@ from server import completion, serving, steered
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
-STABLE, CHANGING = 12, 12  # attributes that stay, and that are replaced, damaged and removed
+STABLE, CHANGING = 12, 12  # attributes that stay; that are replaced, damaged and removed
 CLIENTS = 24
 BAD = ["nobody", "s0 &", "../s0", "s0" * 600, "~" * 300, "s0 & " * 40 + "s0", '"\u2603"']
 
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """The outcomes of all requests."""
 
     answered: int = 0
     refused: int = 0
     aborted: int = 0
     wrong: list[str] = field(default_factory=list)
-    """What should not have happened."""
+    """Descriptions of requests that were answered wrongly or not at all."""
 
 
 def main() -> None:
-    """Strain a server."""
-    given = options(__doc__)
-    seconds = 4 if given.quick else 600
-    report = Report(f"A server under strain for {seconds} s")
+    """Run the soak test."""
+    arguments = options(__doc__)
+    seconds = 4 if arguments.quick else 600
+    report = Report(f"A server under load for {seconds} s")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "attributes"
-        for place in range(STABLE):
-            _write(folder, f"s{place}", place)
+        for index in range(STABLE):
+            _write(folder, f"s{index}", index)
         tables = ["--tables", Path(scratch) / "tables", "--memory", 8, "--disk", 64]
         command = steered(find_smollm2(), EXAMPLE, folder, *tables, "--max-num-seqs", 16)
         with serving(command, Path(scratch) / "log") as address:
-            tally, sizes = asyncio.run(_strain(address, folder, seconds))
+            tally, sizes = asyncio.run(_load(address, folder, seconds))
             log = (Path(scratch) / "log").read_text("utf-8", "replace")
-    warm = [size for at, size in sizes if at > 0.3 * seconds]
+    warm = [size for elapsed, size in sizes if elapsed > 0.3 * seconds]
     report.add("answered", tally.answered, "requests")
     report.add("refused with HTTP 400", tally.refused, "requests")
     report.add("aborted by the client", tally.aborted, "requests")
-    report.add("answered wrongly, or not", len(tally.wrong), "requests", at_most=0)
+    report.add("answered wrongly or not at all", len(tally.wrong), "requests", at_most=0)
     report.add("tracebacks in the log", log.count("Traceback"), "", at_most=0)
-    report.add("memory of all processes, warm", warm[0], "MB")
-    report.add("memory at the end / warm", warm[-1] / warm[0], "", at_most=1.05)
-    report.publish(given.json)
-    for wrong in (*tally.wrong[:5], *log.split("Traceback")[1:3]):
-        sys.stderr.write(f"{wrong[:3000]}\n")
+    report.add("memory of all processes after warm-up", warm[0], "MB")
+    report.add("memory at the end / after warm-up", warm[-1] / warm[0], "", at_most=1.05)
+    report.publish(arguments.json)
+    for problem in (*tally.wrong[:5], *log.split("Traceback")[1:3]):
+        sys.stderr.write(f"{problem[:3000]}\n")
 
 
 def _write(folder: Path, name: str, seed: int) -> None:
     hmm = HMM.from_pretrained(EXAMPLE)
-    known = hmm.config.tokenizer_fingerprint
-    write_random(folder, name, hmm.vocab_size, share=0.1, known=known, seed=seed)
+    fingerprint = hmm.config.tokenizer_fingerprint
+    write_random(folder, name, hmm.vocab_size, share=0.1, known=fingerprint, seed=seed)
 
 
-async def _strain(
+async def _load(
     address: str, folder: Path, seconds: float
 ) -> tuple[Tally, list[tuple[float, float]]]:
-    """Run clients, and somebody who changes the folder, until the time is over."""
+    """Run the clients, and a task that changes the folder, until the time is over."""
     from httpx import AsyncClient, Limits
     from openai import AsyncOpenAI
 
-    tally, began = Tally(), time.monotonic()
+    tally, start = Tally(), time.monotonic()
     sizes: list[tuple[float, float]] = []
     http = AsyncClient(limits=Limits(max_connections=100), timeout=300)
     async with AsyncOpenAI(
         base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http
     ) as client:
-        end = began + seconds
-        work = [_client(client, tally, end, number) for number in range(CLIENTS)]
-        work.append(_changes(folder, end))
-        work.append(_watch(sizes, began, end))
-        await asyncio.gather(*work)
+        end = start + seconds
+        tasks = [_client(client, tally, end, seed) for seed in range(CLIENTS)]
+        tasks.append(_change_attributes(folder, end))
+        tasks.append(_watch_memory(sizes, start, end))
+        await asyncio.gather(*tasks)
     return tally, sizes
 
 
-async def _client(client: Any, tally: Tally, end: float, number: int) -> None:
-    """Ask for this and that."""
-    chance = random.Random(number)
+async def _client(client: Any, tally: Tally, end: float, seed: int) -> None:
+    """Send random requests one after the other."""
+    generator = random.Random(seed)
     while time.monotonic() < end:
-        kind = chance.choices(["stable", "changing", "plain", "bad", "abort"], [5, 2, 2, 2, 1])[0]
-        goal = _goal(kind, chance)
-        prompt = [0, *(chance.randrange(100, 40_000) for _ in range(chance.randrange(1, 60)))]
-        request = completion(prompt, goal, max_tokens=chance.randrange(1, 40), temperature=1.0)
+        kind = generator.choices(["stable", "changing", "plain", "bad", "abort"], [5, 2, 2, 2, 1])[0]
+        goal = _goal(kind, generator)
+        prompt = [0, *(generator.randrange(100, 40_000) for _ in range(generator.randrange(1, 60)))]
+        request = completion(prompt, goal, max_tokens=generator.randrange(1, 40), temperature=1.0)
         try:
-            asking = client.completions.create(model="lm", **request)
+            answer = client.completions.create(model="lm", **request)
             if kind == "abort":
-                await asyncio.wait_for(asking, chance.random())
+                await asyncio.wait_for(answer, generator.random())
             else:
-                await asking
+                await answer
             tally.answered += 1
             if kind == "bad":
                 tally.wrong.append(f"answered: {goal}")
@@ -121,42 +121,44 @@ async def _client(client: Any, tally: Tally, end: float, number: int) -> None:
                 tally.wrong.append(f"{kind} {goal}: {error!r}")
 
 
-def _goal(kind: str, chance: random.Random) -> dict[str, Any] | None:
+def _goal(kind: str, generator: random.Random) -> dict[str, Any] | None:
+    """Return the parameters of a random request, or None for a plain one."""
     if kind == "plain":
         return None
     if kind == "bad":
-        return {"goal": chance.choice(BAD)}
-    names = [f"s{chance.randrange(STABLE)}" for _ in range(2)]
+        return {"goal": generator.choice(BAD)}
+    names = [f"s{generator.randrange(STABLE)}" for _ in range(2)]
     if kind == "changing":
-        names = [f"c{chance.randrange(CHANGING)}" for _ in range(2)]
-    text = chance.choice(["{0}", "~{0}", "{0} & {1}", "{0} | {1}", "{0} & ~{1}"]).format(*names)
-    return {"goal": text, "strength": chance.uniform(0.5, 5), "shift": chance.uniform(-3, 0)}
+        names = [f"c{generator.randrange(CHANGING)}" for _ in range(2)]
+    text = generator.choice(["{0}", "~{0}", "{0} & {1}", "{0} | {1}", "{0} & ~{1}"]).format(*names)
+    return {"goal": text, "strength": generator.uniform(0.5, 5), "shift": generator.uniform(-3, 0)}
 
 
-async def _changes(folder: Path, end: float) -> None:
+async def _change_attributes(folder: Path, end: float) -> None:
     """Add, replace, damage and remove attributes."""
-    chance = random.Random(-1)
+    generator = random.Random(-1)
     while time.monotonic() < end:
         await asyncio.sleep(0.3)
-        path = folder / f"c{chance.randrange(CHANGING)}.safetensors"
-        kind = chance.choice(["write", "write", "damage", "remove"])
+        path = folder / f"c{generator.randrange(CHANGING)}.safetensors"
+        kind = generator.choice(["write", "write", "damage", "remove"])
         if kind == "write":
-            await asyncio.to_thread(_write, folder, path.stem, chance.randrange(10**6))
+            await asyncio.to_thread(_write, folder, path.stem, generator.randrange(10**6))
         elif kind == "damage" and path.exists():
             content = path.read_bytes()
-            path.write_bytes(content[: chance.randrange(len(content))])
+            path.write_bytes(content[: generator.randrange(len(content))])
         elif kind == "remove":
             path.unlink(missing_ok=True)
 
 
-async def _watch(sizes: list[tuple[float, float]], began: float, end: float) -> None:
+async def _watch_memory(sizes: list[tuple[float, float]], start: float, end: float) -> None:
+    """Record the elapsed seconds and the memory, once a second."""
     while time.monotonic() < end:
         await asyncio.sleep(1)
-        sizes.append((time.monotonic() - began, _memory(os.getpid())))
+        sizes.append((time.monotonic() - start, _memory(os.getpid())))
 
 
 def _memory(parent: int) -> float:
-    """Sum the resident memory of all descendants, in MB."""
+    """Return the resident memory of all descendants, in MB."""
     children: dict[int, list[int]] = {}
     resident: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
@@ -165,14 +167,14 @@ def _memory(parent: int) -> float:
                 status = (entry / "status").read_text()
             except OSError:
                 continue
-            facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-            children.setdefault(int(facts["PPid"]), []).append(int(entry.name))
-            resident[int(entry.name)] = float(facts.get("VmRSS", "0 kB").split()[0]) / 1024
-    waiting, total = list(children.get(parent, [])), 0.0
-    while waiting:
-        process = waiting.pop()
+            fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            children.setdefault(int(fields["PPid"]), []).append(int(entry.name))
+            resident[int(entry.name)] = float(fields.get("VmRSS", "0 kB").split()[0]) / 1024
+    pending, total = list(children.get(parent, [])), 0.0
+    while pending:
+        process = pending.pop()
         total += resident.get(process, 0.0)
-        waiting += children.get(process, [])
+        pending += children.get(process, [])
     return total
 
 

@@ -1,4 +1,4 @@
-"""Ask a server of steered requests, as the OpenAI SDK does: the same prompt, bare and steered.
+"""Send the same prompt to a server twice with the OpenAI SDK: without a goal and with one.
 
 foretrace serve MODEL --hmm my-hmm --attributes attributes --port 8000
 python examples/serving/client.py http://localhost:8000 nontoxic "I think that you"
@@ -10,7 +10,7 @@ from openai import OpenAI
 
 
 def main(address: str, goal: str, prompt: str) -> None:
-    """Print both texts."""
+    """Print both continuations."""
     client = OpenAI(base_url=f"{address}/v1", api_key="none")
     model = client.models.list().data[0].id
     for label, arguments in (("bare", {}), (goal, {"goal": goal, "strength": 3, "shift": -3})):
