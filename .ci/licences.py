@@ -17,7 +17,7 @@ FREE = re.compile(
 )
 SELF = "foretrace"
 EXTRAS = frozenset({"transformers", "vllm", "evaluate", "playground"})
-# Free of charge for use with the vendor's devices; torch installs them where there are such devices.
+# Free of charge for use with the vendor's devices; torch installs them for such devices.
 VENDORS = re.compile(r"^(nvidia|cuda|triton)")
 
 

@@ -27,6 +27,7 @@ from smollm2 import find_smollm2
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 STABLE, CHANGING = 12, 12  # attributes that stay; that are replaced, damaged and removed
 CLIENTS = 24
+KINDS = {"stable": 5, "changing": 2, "plain": 2, "bad": 2, "abort": 1}  # of requests, and weights
 BAD = ["nobody", "s0 &", "../s0", "s0" * 600, "~" * 300, "s0 & " * 40 + "s0", '"\u2603"']
 
 
@@ -99,7 +100,7 @@ async def _client(client: Any, tally: Tally, end: float, seed: int) -> None:
     """Send random requests one after the other."""
     generator = random.Random(seed)
     while time.monotonic() < end:
-        kind = generator.choices(["stable", "changing", "plain", "bad", "abort"], [5, 2, 2, 2, 1])[0]
+        (kind,) = generator.choices([*KINDS], [*KINDS.values()])
         goal = _goal(kind, generator)
         prompt = [0, *(generator.randrange(100, 40_000) for _ in range(generator.randrange(1, 60)))]
         request = completion(prompt, goal, max_tokens=generator.randrange(1, 40), temperature=1.0)

@@ -55,12 +55,9 @@ def run_page(page: Path, replacements: dict[str, str]) -> None:
                 run_commands(text, servers)
 
 
-def run_page_into(log: Path, page: Path, replacements: dict[str, str]) -> None:
-    """Run a page in the folder of a log file that takes all output; for a forked process."""
-    with log.open("wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.chdir(log.parent)
+def run_page_strictly(page: Path, folder: Path, replacements: dict[str, str]) -> None:
+    """Run a page in a folder; warnings are errors, as they are with `python -W error`."""
+    os.chdir(folder)
     warnings.simplefilter("error")
     run_page(page, replacements)
 

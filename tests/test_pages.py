@@ -1,18 +1,17 @@
 """Every command and snippet of the documentation and the README runs."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
+import forked
 from docs_folder import write_docs_folder
-from page_runner import PROJECT, blocks, run_page_into
+from page_runner import PROJECT, blocks, run_page_strictly
 from smollm2 import has_fast_bfloat16
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
@@ -72,15 +71,21 @@ def run_fresh(page: str, folder: Path, replacements: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[multiprocessing.context.ForkServerContext]:
-    """Processes that begin with the imports of pages done."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["page_imports"])
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield context
+def run_forked(page: str, folder: Path, replacements: dict[str, str]) -> None:
+    """Run a page in a process that starts with the imports done."""
+    log = folder / "log"
+    process = forked.start(
+        run_page_strictly,
+        PROJECT / page,
+        folder,
+        replacements,
+        stdout=log,
+        stderr=log,
+        environment=ENVIRONMENT,
+    )
+    process.join(TIMEOUT)
+    process.kill()
+    assert process.exitcode == 0, log.read_text("utf-8", "replace")[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +95,7 @@ def docs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != SERVING])
-def test_a_page_runs(
-    page: str,
-    docs_folder: Path,
-    forks: multiprocessing.context.ForkServerContext,
-    tmp_path: Path,
-) -> None:
+def test_a_page_runs(page: str, docs_folder: Path, tmp_path: Path) -> None:
     for package in NEEDED.get(page, ()):
         pytest.importorskip(package, reason="needs an extra")
     folder = copytree(docs_folder, tmp_path / "docs", symlinks=True)
@@ -104,12 +104,7 @@ def test_a_page_runs(
     if page in FRESH:
         run_fresh(page, folder, SMALLER)
         return
-    log = folder / "log"
-    process = forks.Process(target=run_page_into, args=(log, PROJECT / page, SMALLER))
-    process.start()
-    process.join(TIMEOUT)
-    process.kill()
-    assert process.exitcode == 0, log.read_text("utf-8", "replace")[-6000:]
+    run_forked(page, folder, SMALLER)
 
 
 @pytest.mark.slow

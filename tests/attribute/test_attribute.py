@@ -2,10 +2,6 @@
 
 import functools
 import itertools
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretrace.attribute import Attribute
-from foretrace.attribute.sorted_ids import find_sorted
+from foretrace.attribute import Attribute, parse
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 
 VOCAB, LENGTH = 4, 3
 TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
-Combine = Callable[[list[Attribute]], Attribute]
-Reference = Callable[[list[Tensor]], Tensor]
 
 
 def attributes(dtype: torch.dtype = torch.float64) -> tuple[list[Attribute], list[Tensor]]:
@@ -36,47 +29,27 @@ def attributes(dtype: torch.dtype = torch.float64) -> tuple[list[Attribute], lis
 
 
 @functools.cache
-def expressions(leaves: int) -> list[tuple[str, Combine, Reference]]:
-    """Return every expression of this many leaves, with and without `~` at every node.
+def expressions(leaves: int) -> list[tuple[str, Attribute, Tensor]]:
+    """Return every expression with that many leaves, negated at any set of nodes.
 
-    Each is a text, a function of attributes, and a function of their probabilities.
+    Each comes as text, as the attribute, and as its probability of every text by enumeration.
     """
     if leaves == 1:
-        plain: list[tuple[str, Combine, Reference]] = [
-            ("abc"[i], lambda args, i=i: args[i], lambda args, i=i: args[i])  # type: ignore[misc]
-            for i in range(3)
-        ]
+        plain = [*zip("abc", *attributes(), strict=True)]
     else:
         plain = []
         for left in range(1, leaves):
             pairs = itertools.product(expressions(left), expressions(leaves - left))
             for (text, one, p), (other, two, q) in pairs:
-                plain.append((f"({text}&{other})", *_both(one, two, p, q)))
-                plain.append((f"({text}|{other})", *_either(one, two, p, q)))
-    return plain + [(f"~{text}", *_not(one, p)) for text, one, p in plain]
-
-
-def _both(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
-    return lambda args: one(args) & two(args), lambda args: p(args) * q(args)
-
-
-def _either(one: Combine, two: Combine, p: Reference, q: Reference) -> tuple[Combine, Reference]:
-    return (
-        lambda args: one(args) | two(args),
-        lambda args: p(args) + q(args) - p(args) * q(args),
-    )
-
-
-def _not(one: Combine, p: Reference) -> tuple[Combine, Reference]:
-    return lambda args: ~one(args), lambda args: 1 - p(args)
+                plain.append((f"({text}&{other})", one & two, p * q))
+                plain.append((f"({text}|{other})", one | two, p + q - p * q))
+    return plain + [(f"~{text}", ~one, 1 - p) for text, one, p in plain]
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3])
 def test_every_expression_equals_enumeration(leaves: int) -> None:
-    operands, probabilities = attributes()
-    for text, combine, reference in expressions(leaves):
-        computed = combine(operands).probability(TEXTS)
-        assert (computed - reference(probabilities)).abs().max() < 1e-10, text
+    for text, attribute, probability in expressions(leaves):
+        assert (attribute.probability(TEXTS) - probability).abs().max() < 1e-10, text
 
 
 def test_the_complement_of_the_complement_is_the_attribute() -> None:
@@ -151,10 +124,11 @@ weights_32 = st.lists(
 
 @given(st.lists(weights_32, min_size=3, max_size=3), st.integers(0, 10**6))
 def test_probabilities_stay_in_0_and_1(weights: list[list[float]], choice: int) -> None:
-    operands = [Attribute.from_weights(torch.tensor(row, dtype=torch.float32)) for row in weights]
-    candidates = expressions(3)
-    _, combine, _ = candidates[choice % len(candidates)]
-    found = combine(operands).probability(TEXTS)
+    rows = zip("abc", torch.tensor(weights, dtype=torch.float32), strict=True)
+    named = {name: Attribute.from_weights(row) for name, row in rows}
+    every = expressions(3)
+    text, *_ = every[choice % len(every)]
+    found = parse(text).build(named).probability(TEXTS)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert ((found.to(dtype) >= 0) & (found.to(dtype) <= 1)).all()
 

@@ -12,15 +12,11 @@ import typer
 
 from foretrace.cli.distill import parse_count
 from foretrace.hmm import HMM
+from forked import run_foretrace
 
 
-def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "foretrace", "distill", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment, "COLUMNS": "120"},
-    )
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run_foretrace("distill", *arguments, environment={"COLUMNS": "120"})
 
 
 @pytest.mark.parametrize(

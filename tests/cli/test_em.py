@@ -1,7 +1,6 @@
 """`foretrace em` in a subprocess; tests/distill/test_em.py tests the training."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from foretrace.distill import Corpus, Manifest
 from foretrace.hmm import HMM
+from forked import run_foretrace
 
 
 @pytest.fixture
@@ -19,8 +19,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "foretrace", "em", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_foretrace("em", *arguments)
 
 
 def test_train_from_random_then_from_an_hmm(corpus: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`foretrace fit` and `foretrace attribute` in a subprocess."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -11,20 +10,14 @@ import pytest
 
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
+from forked import run_foretrace
 from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
 W7 = WORDS.index("w7")
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = Path(sys.executable).with_name("foretrace")
-    return subprocess.run(
-        [command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment, "COLUMNS": "200"},
-    )
+    return run_foretrace(*arguments, environment={**environment, "COLUMNS": "200"})
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:

@@ -1,7 +1,6 @@
 """`foretrace hmm` in a subprocess."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,11 @@ import torch
 
 import foretrace
 from foretrace.hmm import HMM
+from forked import run_foretrace
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = Path(sys.executable).with_name("foretrace")
-    return subprocess.run(
-        [command, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return run_foretrace(*arguments)
 
 
 @pytest.fixture

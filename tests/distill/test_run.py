@@ -1,17 +1,18 @@
 """Distill an HMM end to end, killed at every stage and resumed."""
 
 import json
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 import foretrace as ft
+import forked
 from foretrace.distill import EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import StageProgress, publish
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
@@ -80,22 +81,20 @@ ft.distill(sys.argv[2], ft.DistillConfig(**settings), out=sys.argv[3], prompts=[
 """
 
 
-def _start(tiny_lm: Path, out: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, json.dumps(asdict(CONFIG)), str(tiny_lm), str(out)],
-        stderr=subprocess.DEVNULL,
-    )
+def _start(tiny_lm: Path, out: Path) -> ForkServerProcess:
+    arguments = (json.dumps(asdict(CONFIG)), str(tiny_lm), str(out))
+    return forked.start(forked.script, SCRIPT, *arguments, stderr=Path(os.devnull))
 
 
 def _kill_when(tiny_lm: Path, out: Path, reached: Callable[[], bool]) -> None:
     process = _start(tiny_lm, out)
     deadline = time.monotonic() + 120
     while not reached():
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.is_alive(), "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.002)
     process.kill()
-    process.wait()
+    process.join()
 
 
 def test_a_run_killed_at_every_stage_gives_the_same_hmm(
@@ -117,7 +116,9 @@ def test_a_run_killed_at_every_stage_gives_the_same_hmm(
     assert len(sampled) == 15
     _kill_when(tiny_lm, tmp_path, lambda: (work / "em" / "checkpoint.safetensors").exists())
     assert not (tmp_path / "hmm.safetensors").exists()
-    assert _start(tiny_lm, tmp_path).wait() == 0
+    last = _start(tiny_lm, tmp_path)
+    last.join()
+    assert last.exitcode == 0
     assert shards() == sampled
     ours, theirs = (named_tensors(ft.HMM.from_pretrained(out)) for out in (tmp_path, finished))
     for name, table in theirs.items():
@@ -126,7 +127,9 @@ def test_a_run_killed_at_every_stage_gives_the_same_hmm(
 
 def test_two_workers_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Path) -> None:
     workers = [_start(tiny_lm, tmp_path) for _ in range(2)]
-    assert [worker.wait() for worker in workers] == [0, 0]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
     ours, theirs = (ft.HMM.from_pretrained(out) for out in (tmp_path, finished))
     assert torch.allclose(ours.initial, theirs.initial, atol=1e-6)
     assert not list(tmp_path.rglob("hidden-*"))

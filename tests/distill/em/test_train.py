@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forked
 from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
 from foretrace.distill.em.e_step import BatchCounts, EStep
 from foretrace.distill.em.m_step import Counts
@@ -149,11 +149,11 @@ def test_metrics_are_observed_and_written(tmp_path: Path) -> None:
     assert again == pytest.approx(held_out, abs=1e-4)
 
 
-def run_em(corpus: Path, out: Path, *more: str) -> list[str]:
+def em_command(corpus: Path, out: Path, *more: str) -> list[str]:
     options = ["--states", "12", "--epochs", "6", "--batch-size", "64", "--held-out", "100"]
     options += ["--checkpoint-minutes", "0", "--seed", "4", "--device", "cpu"]
     options += ["--dtype", "float64"]
-    return ["-m", "foretrace", "em", str(corpus), "--out", str(out), *options, *more]
+    return ["em", str(corpus), "--out", str(out), *options, *more]
 
 
 def tables(folder: Path) -> list[torch.Tensor]:
@@ -165,8 +165,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a corpus, and the HMM that one uninterrupted process trains on it."""
     folder = tmp_path_factory.mktemp("em")
     write_corpus(folder / "corpus", concentrated(12, 80, seed=8, eos=EOS), rows=1300, length=16)
-    command = [sys.executable, *run_em(folder / "corpus", folder / "one")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked.run_foretrace(*em_command(folder / "corpus", folder / "one"))
     assert done.returncode == 0, done.stderr
     assert "held-out" in done.stdout
     assert "bigram" in done.stdout
@@ -176,44 +175,45 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run_two_processes(arguments: list[str]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, *arguments]
+    command = [sys.executable, *launcher, "-m", "foretrace", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 
 def test_two_processes_train_the_same_hmm(trained: tuple[Path, Path], tmp_path: Path) -> None:
     corpus, alone = trained
-    run_two_processes(run_em(corpus, tmp_path / "two"))
-    for actual, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    run_two_processes(em_command(corpus, tmp_path / "two"))
+    for found, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_two_processes_in_single_precision(trained: tuple[Path, Path], tmp_path: Path) -> None:
     """In one epoch: over many, EM amplifies differences of rounding."""
     corpus, _ = trained
     once = ["--dtype", "float32", "--epochs", "1"]
-    run_two_processes(run_em(corpus, tmp_path / "two", *once))
-    subprocess.run([sys.executable, *run_em(corpus, tmp_path / "one", *once)], check=True)
-    for actual, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    run_two_processes(em_command(corpus, tmp_path / "two", *once))
+    assert forked.run_foretrace(*em_command(corpus, tmp_path / "one", *once)).returncode == 0
+    for found, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path) -> None:
     """It is killed with -9 within an epoch, three times; the metrics are complete as well."""
     corpus, alone = trained
     out = tmp_path / "killed"
-    command = [sys.executable, *run_em(corpus, out)]
+    command = em_command(corpus, out)
+    silent = {"stdout": Path(os.devnull), "stderr": Path(os.devnull)}
     for lines in (5, 30, 71):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forked.start(forked.foretrace, ["foretrace", *command], **silent)
         metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or metrics.read_text().count("\n") < lines:
             assert time.monotonic() < deadline
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert not (out / "hmm.safetensors").exists()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked.run_foretrace(*command)
     assert done.returncode == 0, done.stderr
     for actual, expected in zip(tables(out), tables(alone), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
