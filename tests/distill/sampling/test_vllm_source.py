@@ -11,8 +11,9 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import distill
-from foretrace.distill.sampling.transformers_source import TransformersSource
-from foretrace.distill.sampling.vllm_source import VLLMSource
+from foretrace.distill.transformers_source import TransformersSource
+from foretrace.distill.vllm_source import VLLMSource
+from smollm2 import has_fast_bfloat16
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM emits many
 
@@ -70,7 +71,8 @@ def test_distillation_with_vllm(smollm2: Path, tmp_path: Path) -> None:
         em=EMConfig(epochs=5, batch_size=64, held_out=64),
     )
     options = {**OPTIONS, "max_model_len": 17}
-    lm = LMConfig(engine="vllm", dtype="bfloat16", end_of_text="<|endoftext|>", options=options)
+    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
+    lm = LMConfig(engine="vllm", dtype=dtype, end_of_text="<|endoftext|>", options=options)
     hmm = distill(str(smollm2), config, out=tmp_path, lm=lm)
     facts = hmm.config.distillation
     assert facts["held_out_log_likelihood"] > facts["unigram_log_likelihood"]
