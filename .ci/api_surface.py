@@ -59,8 +59,11 @@ def surface() -> Iterator[str]:
         module = import_module(package)
         for name in sorted(getattr(module, "__all__", ())):
             path = f"{package}.{name}"
-            # __getattr__ because `foretrace.distill` may be the package instead of the function.
-            value = module.__getattr__(name) if package == "foretrace" else getattr(module, name)
+            try:
+                value = public_value(module, name)
+            except ModuleNotFoundError as error:  # vLLM, which CI installs elsewhere
+                yield f"{path} (requires {error.name})"
+                continue
             if isinstance(value, str):
                 yield f"{path}: str"
             elif id(value) in described:
@@ -68,6 +71,12 @@ def surface() -> Iterator[str]:
             else:
                 described[id(value)] = path
                 yield from describe(path, value)
+
+
+def public_value(module: types.ModuleType, name: str) -> Any:
+    """Return an object that a package lists; `foretrace.distill` is the function."""
+    lazy = module.__name__ == "foretrace"  # where Python may have bound the name to a package
+    return module.__getattr__(name) if lazy else getattr(module, name)
 
 
 def packages() -> list[str]:

@@ -1,32 +1,29 @@
+# ruff: noqa: F401
 """Imports that take seconds, for the process that `forked` forks others from.
 
-Nothing here may compute: a process that has started OpenMP threads cannot be forked safely.
+Nothing here may compute: a process that has started OpenMP threads cannot be forked safely. Where
+an extra is not installed, the imports end at its first package, which costs time and nothing else.
 """
 
-import warnings
-from contextlib import suppress
-from importlib import import_module
+import pytest
+import scipy.sparse
+import sklearn.linear_model
+import torch
 
-MODULES = (
-    "faiss",
-    "foretrace.cli",
-    "foretrace.distill.run",
-    "foretrace.engines.transformers",
-    "foretrace.evaluate.run",
-    "matplotlib.pyplot",
-    "page_runner",
-    "pytest",
-    "scipy.sparse",
-    "sklearn.linear_model",
-    "torch",
-    "transformers.generation.utils",
-    "transformers.models.llama.modeling_llama",
-    "transformers.pipelines",
-    "yaml",
-)
+import foretrace.cli
+import foretrace.distill.run
+import page_runner
 
-with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    for module in MODULES:
-        with suppress(ImportError):  # tests that need a missing package are skipped
-            import_module(module)
+# isort: split
+import transformers.generation.utils
+import transformers.models.llama.modeling_llama
+import transformers.pipelines
+
+import foretrace.engines.transformers
+
+# isort: split
+import faiss
+import matplotlib.pyplot
+import yaml
+
+import foretrace.evaluate.run

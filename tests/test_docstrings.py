@@ -40,7 +40,8 @@ def documented(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield path, value
     if inspect.ismodule(value):
         for name, member in vars(value).items():
-            if not name.startswith("_") and getattr(member, "__module__", "") == value.__name__:
+            defined = getattr(member, "__module__", "") == value.__name__
+            if not name.startswith("_") and (defined or name in getattr(value, "__all__", ())):
                 yield from documented(f"{path}.{name}", member)
     elif inspect.isclass(value):
         for attribute in inspect.classify_class_attrs(value):
