@@ -202,9 +202,10 @@ def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path
     corpus, alone = trained
     out = tmp_path / "killed"
     command = em_command(corpus, out)
-    silent = {"stdout": Path(os.devnull), "stderr": Path(os.devnull)}
+    nowhere = Path(os.devnull)
     for lines in (5, 30, 71):
-        process = forked.start(forked.foretrace, ["foretrace", *command], **silent)
+        words = ["foretrace", *command]
+        process = forked.start(forked.foretrace, words, stdout=nowhere, stderr=nowhere)
         metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or metrics.read_text().count("\n") < lines:
             assert time.monotonic() < deadline
