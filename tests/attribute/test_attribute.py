@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import warnings
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretrace.attribute import Attribute, parse
+from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 

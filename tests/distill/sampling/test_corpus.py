@@ -132,7 +132,7 @@ def test_reading_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Corpus, "read", watched)
     gc.freeze()  # collect what is made from here on, not all that is imported
-    for _ in made.batches(made.split(held_out=0), 7, seed=0, epoch=0):
+    for _ in corpus.batches(corpus.split(held_out=0), 7, seed=0, epoch=0):
         gc.collect()
         assert sum(reference() is not None for reference in alive) <= 1
     gc.unfreeze()

@@ -9,8 +9,8 @@ import torch
 from scipy.stats import chisquare
 
 import forked
-from foretrace.distill.corpus import Corpus
-from foretrace.distill.sample import SamplingConfig, sample
+from foretrace.distill.sampling.corpus import Corpus
+from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")

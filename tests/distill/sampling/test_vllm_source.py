@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import distill
-from foretrace.distill.transformers_source import TransformersSource
-from foretrace.distill.vllm_source import VLLMSource
+from foretrace.distill.sampling.transformers_source import TransformersSource
+from foretrace.distill.sampling.vllm_source import VLLMSource
 from smollm2 import has_fast_bfloat16
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM emits many

@@ -33,7 +33,7 @@ GUARDED = "/v1/"  # the path of requests that vLLM checks the API key of
 DISCONNECTED = {"type": "http.disconnect"}
 
 
-class Admission:
+class SteeringMiddleware:
     """Builds the tables of requests, and hands the requests on unchanged."""
 
     def __init__(self, app: App) -> None:
@@ -61,8 +61,10 @@ class Admission:
 class _Request:
     """One request: its body is read whole, and its tables are leased until it is answered."""
 
-    def __init__(self, admission: Admission, scope: Message, receive: Receive, send: Send) -> None:
-        self.admission, self.scope = admission, scope
+    def __init__(
+        self, middleware: SteeringMiddleware, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        self.middleware, self.scope = middleware, scope
         self._receive, self._send = receive, send
         self._messages: list[Message] | None = None
         self._leases: list[Lease] = []
@@ -96,7 +98,7 @@ class _Request:
 
     async def _read(self) -> list[Message]:
         """Read the body, up to the limit."""
-        limit = self.admission.max_body
+        limit = self.middleware.max_body
         header = _header(self.scope, b"content-length") or b""
         declared, size = int(header) if header.isdigit() else 0, 0
         messages: list[Message] = []
@@ -117,13 +119,12 @@ class _Request:
             return  # vLLM's own check says what is wrong
         if steering_params is None:
             return
-        admission = self.admission
         try:
-            leases = await asyncio.to_thread(admission.cache.lease, steering_params)
+            leases = await asyncio.to_thread(self.middleware.cache.lease, steering_params)
             if leases is None and self._path().startswith(GUARDED):
-                keys = admission.cache.keys(steering_params)
-                await admission.queue.build(_client(self.scope), keys, params)
-                leases = await asyncio.to_thread(admission.cache.lease, steering_params)
+                keys = self.middleware.cache.keys(steering_params)
+                await self.middleware.queue.build(_client(self.scope), keys, params)
+                leases = await asyncio.to_thread(self.middleware.cache.lease, steering_params)
         except TooManyBuildsError as error:
             raise _RefusedError(429, str(error), error.retry_after) from error
         except ForetraceError as error:
