@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
+from foretrace.attribute import Attribute
 from foretrace.engines.vllm import SteeringProcessor, prometheus
 from foretrace.engines.vllm.core import STOPS, validate_params
 from foretrace.engines.vllm.processor_v1 import SteeringProcessorV1
 from foretrace.engines.vllm.processor_v2 import SteeringProcessorV2
 from foretrace.engines.vllm.settings import Settings, open_table_cache
+from foretrace.errors import InvalidInputError
 from random_attributes import write_random
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
@@ -94,6 +96,20 @@ def test_the_same_object_sent_again_keeps_its_own_stop_tokens() -> None:
         validate_params(params)
         assert params.stop_token_ids == [5, 0]
         assert params.all_stop_token_ids == {5, 0}
+
+
+def test_structured_outputs_with_required_texts_are_refused(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    occurs = Attribute.occurrence("b", [b"a", b"b", *[b""] * (len(WORDS) - 2)])
+    occurs.save(tmp_path / "attributes" / "occurs.safetensors")
+    schema = StructuredOutputsParams(json={"type": "object"})
+    validate_params(SamplingParams(extra_args={"goal": "a0"}, structured_outputs=schema))
+    validate_params(SamplingParams(extra_args={"goal": "occurs"}))
+    params = SamplingParams(extra_args={"goal": "a0 & occurs"}, structured_outputs=schema)
+    with pytest.raises(InvalidInputError, match="structured outputs"):
+        validate_params(params)
 
 
 def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:

@@ -42,6 +42,12 @@ def validate_params(params: "SamplingParams") -> None:
             return
         cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
         keys = cache.admit(steering_params, params.max_tokens)
+        if params.structured_outputs is not None and cache.has_constraint(keys):
+            raise InvalidInputError(
+                "A request with structured outputs cannot also have required or forbidden texts: "
+                "the grammar may leave no token that satisfies both. Put the texts into the "
+                "schema, or leave one of the two out."
+            )
     except ForetraceError:
         prometheus.REFUSED.inc()
         raise

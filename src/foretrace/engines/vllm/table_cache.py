@@ -141,6 +141,10 @@ class TableCache:
         self._check_sizes([self._size(key) for key in keys], limit)
         return keys
 
+    def has_constraint(self, keys: Sequence[str]) -> bool:
+        """Return whether a goal of an admitted request has required or forbidden texts."""
+        return any(self._size(key).min_tokens is not None for key in keys)
+
     def _check_sizes(self, sizes: Sequence[GoalSize], limit: int | None) -> None:
         """Raise if the goals of a request have too many terms, or too few tokens to be met."""
         _require_few_terms(sum(size.terms for size in sizes))
