@@ -48,6 +48,8 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"strength": 3}, "without a goal"),
         ({"goals": "a", "strength": 3}, "Did you mean goal"),
         ({"Goal": "a"}, "Did you mean goal"),
+        ({"goal": "a", "shift": -20_000}, "within 10000"),
+        ({"goal": "a", "shift": 20_000}, "within 10000"),
         ({"goal": ""}, "must be an expression"),
         ({"goal": 5}, "must be an expression"),
         ({"goal": []}, "1 to"),
