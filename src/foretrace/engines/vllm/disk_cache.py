@@ -40,7 +40,7 @@ class Lease:
 class DiskCache:
     """A directory of lookaheads by key, shared by the processes of one user."""
 
-    def __init__(self, parent: Path, budget: int) -> None:
+    def __init__(self, parent: str | os.PathLike[str], budget: int) -> None:
         """Open the user's private directory below `parent`. `budget` is in bytes."""
         self.folder, self.budget = _private_folder(Path(parent)), budget
 

@@ -7,12 +7,12 @@ them. An attribute file that is replaced after a request was admitted changes no
 import hashlib
 import json
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
@@ -52,8 +52,8 @@ class TableCache:
     def __init__(
         self,
         hmm: HMM,
-        attributes: Path,
-        tables: Path,
+        attributes: str | os.PathLike[str],
+        tables: str | os.PathLike[str],
         *,
         horizon: int = 64,
         memory: int = 1 << 30,
