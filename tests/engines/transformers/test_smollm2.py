@@ -83,7 +83,7 @@ def test_sparse_is_within_its_promise_of_dense(
     lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute
 ) -> None:
     """After 200 beginnings of real sentences, from this project's documentation."""
-    texts = Path(__file__).with_name("beginnings.txt").read_text("utf-8").splitlines()
+    texts = (Path(__file__).parents[1] / "beginnings.txt").read_text("utf-8").splitlines()
     assert len(texts) == 200
     prompts = encode_prompts(tokenizer, texts)
     with torch.inference_mode():
@@ -113,7 +113,7 @@ def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm:
     """100 prompts: the one text is always there, within the length, and the others never."""
     must, must_not = "refund", [" the", "The"]
     goal = Goal(Lookahead(hmm, mentions(must, tokenizer) & ~mentions(must_not, tokenizer)))
-    beginnings = (Path(__file__).parent / "beginnings.txt").read_text().splitlines()
+    beginnings = (Path(__file__).parents[1] / "beginnings.txt").read_text().splitlines()
     prompts = [beginnings[place % len(beginnings)] for place in range(100)]
     torch.manual_seed(0)
     for start in range(0, len(prompts), 25):

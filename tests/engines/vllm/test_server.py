@@ -31,7 +31,7 @@ from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2-135m"
-BEGINNINGS = Path(__file__).parent / "beginnings.txt"
+BEGINNINGS = Path(__file__).parents[1] / "beginnings.txt"
 
 
 def _attributes(folder: Path, vocab_size: int, count: int, known: str | None = None) -> list[str]:
