@@ -24,7 +24,9 @@ async def _attempts(
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def test_a_client_has_a_few_builds_waiting() -> None:
+def test_a_client_has_a_bounded_number_of_builds_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_queue, "MAX_WAITING_PER_CLIENT", 4)
+
     async def main() -> list[BaseException | None]:
         return await _attempts(BuildQueue(_wait), "greedy", 20, 0.01)
 
@@ -50,6 +52,19 @@ def test_a_client_may_use_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     assert 4 <= built <= 8
     assert error.retry_after >= 1
     assert "Try again in" in str(error)
+
+
+def test_a_burst_is_queued_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a burst wait; those whose turn comes after the time is used up are refused."""
+    monkeypatch.setattr(build_queue, "SAVED_SECONDS", 0.1)
+
+    async def main() -> list[BaseException | None]:
+        return await _attempts(BuildQueue(_wait), "gateway", 20, 0.02)
+
+    results = asyncio.run(main())
+    built = sum(result is None for result in results)
+    assert 5 <= built <= 14
+    assert sum(isinstance(result, TooManyBuildsError) for result in results) == 20 - built
 
 
 def test_clients_take_turns() -> None:
@@ -104,7 +119,7 @@ def test_a_refusal_reaches_everybody_who_waits_and_costs_its_time() -> None:
 
     async def main() -> None:
         queue = BuildQueue(refuse)
-        for expected in (InvalidInputError, InvalidInputError, TooManyBuildsError):
+        for expected in (*[InvalidInputError] * 4, TooManyBuildsError):
             calls = [queue.build("client", ["a"], {}) for _ in range(2)]
             errors = await asyncio.gather(*calls, return_exceptions=True)
             assert [type(error) for error in errors] == [expected] * 2

@@ -1,8 +1,8 @@
 """Limits on the tables that clients make the server build.
 
-Tables are built one at a time, in the order of the requests. A client has one table under way and
-may have a few waiting; it may use a share of the builder's time, and save up some of it. A client
-who wants more is told when to try again.
+Tables are built one at a time, and clients take turns. A client may use a share of the builder's
+time, save up some seconds of it, and have a bounded number of builds waiting. A client who wants
+more is told when to try again.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from foretrace.errors import InvalidInputError
 
-MAX_WAITING_PER_CLIENT, MAX_WAITING = 4, 64
-SHARE = 0.25  # of the builder's time that one client may use
-SAVED_SECONDS = 5.0  # of building that a client may use at once
+MAX_WAITING_PER_CLIENT, MAX_WAITING = 512, 2_048
+SHARE = 0.5  # of the builder's time that one client may use
+SAVED_SECONDS = 10.0  # of building that a client may use at once
 MAX_CLIENTS = 4_096  # whose use is remembered
 
 
@@ -61,10 +61,9 @@ class _Client:
         self._seconds = self.balance() - seconds
 
     def check(self) -> None:
+        """Raise if the client has used up its time."""
         if (balance := self.balance()) <= 0:
             raise TooManyBuildsError(-balance / SHARE)
-        if self.waiting >= MAX_WAITING_PER_CLIENT:
-            raise TooManyBuildsError(self.waiting)
 
 
 class BuildQueue:
@@ -94,8 +93,8 @@ class BuildQueue:
         if key not in self._running:
             account = self._account(client)
             account.check()
-            if len(self._running) >= MAX_WAITING:
-                raise TooManyBuildsError(len(self._running))
+            if account.waiting >= MAX_WAITING_PER_CLIENT or len(self._running) >= MAX_WAITING:
+                raise TooManyBuildsError(SAVED_SECONDS)
             account.waiting += 1
             task = asyncio.create_task(self._run(account, params))
             self._running[key] = task
@@ -118,6 +117,7 @@ class BuildQueue:
 
     async def _run(self, account: _Client, params: dict[str, Any]) -> None:
         async with account.turn, self._turn:  # clients take turns
+            account.check()  # others of its requests may have used its time meanwhile
             loop = asyncio.get_running_loop()
             result = await loop.run_in_executor(self._thread, self._build, params)
             account.charge(result.seconds)
