@@ -18,6 +18,7 @@ from threading import Lock
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any
 
+from foretrace._hardware import available_cores
 from foretrace.engines.vllm.build_queue import BuildResult
 from foretrace.errors import ForetraceError
 
@@ -94,7 +95,7 @@ def _read_line(pipe: IO[bytes]) -> bytes:
             raise TimeoutError(f"no answer within {TIMEOUT:.0f} s")
         chunk = os.read(pipe.fileno(), 1 << 16)
         if not chunk:
-            raise EOFError("it ended")
+            raise ConnectionError("it ended")
         line += chunk
     return line
 
@@ -109,7 +110,7 @@ def main() -> None:
     from foretrace.engines.vllm import prometheus
     from foretrace.engines.vllm.settings import open_table_cache
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+    torch.set_num_threads(max(1, available_cores() // 4))
     cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
     cache.load_tokenizer()
     for line in sys.stdin.buffer:
