@@ -1,4 +1,4 @@
-"""Steer what a language model writes, at decode time, by exact probabilities of its futures."""
+"""Steer a language model at decode time by the expected attribute probability of its texts."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

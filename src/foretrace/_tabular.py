@@ -1,4 +1,4 @@
-"""Read tabular files of the user: JSON Lines, CSV, Parquet or plain text, also compressed."""
+"""Read tables of texts that users provide: JSON Lines, CSV, Parquet or plain text, also compressed."""
 
 import bz2
 import csv

@@ -1,4 +1,4 @@
-"""Fingerprints of tokenizer vocabularies, which reveal token ids of another tokenizer."""
+"""Fingerprints of tokenizer vocabularies, to detect files made with a different tokenizer."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The config of an attribute: all that is stored beside its terms."""
+"""The config of an attribute: everything that its file holds besides the terms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

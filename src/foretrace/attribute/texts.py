@@ -1,4 +1,4 @@
-"""Token ids of texts in the forms that callers have them: lists, NumPy arrays and tensors."""
+"""Accept the token ids of texts as lists, NumPy arrays or tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral

@@ -1,4 +1,4 @@
-"""Estimate what a distillation takes on this machine, from a few seconds of each stage."""
+"""Estimate the time of a distillation on this machine by running each stage for a few seconds."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, and attributes that a text contains a string."""
+"""The bytes of every token, and `mentions`: the attribute of texts that contain a string."""
 
 import re
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
-"""Fidelity of lookahead: the HMM's expectations against the LM's continuations.
+"""Fidelity of lookahead: compare EAPs under the HMM with texts that the LM generates.
 
 The LM continues every prefix many times. Across prefixes, the HMM's expected attribute probability
-should agree with the mean over the continuations. Within a prefix, which is all that steering uses,
-the expectation should be lower after first tokens that lead to a violation of the attribute.
+should agree with the mean over the continuations. Steering uses only
+differences within a prefix: there, the EAP should be lower for first tokens after which the
+continuation violates the attribute.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Build the attributes, goals and methods that a suite plans."""
+"""Build the attributes, goals and methods that a suite defines."""
 
 import hashlib
 import json

@@ -1,7 +1,7 @@
 """A reference for fidelity: a linear probe on the LM's hidden states.
 
-The probe predicts from the LM's hidden state after a token what the HMM predicts from its belief:
-whether the continuation violates the attribute later. Both rank first tokens.
+The HMM predicts from its belief whether the continuation violates the attribute. The probe predicts
+the same from the LM's hidden state. Both predictions rank the first tokens of continuations.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A weighted automaton on the HMM's device, as steering reads it."""
+"""A weighted automaton as tensors on the HMM's device, for steering."""
 
 from typing import NamedTuple, Self
 

@@ -1,7 +1,7 @@
 """The expected attribute probability (EAP) of next tokens: pure functions over many rows.
 
-Shapes: b tokens of a block, n rows, K terms. Rows of one `EapKind` share a computation, whatever
-their attributes. Tensors are token-major: (b, K, n), (b, n).
+Shapes: b tokens of a block, n rows, K terms. Rows of one `EapKind` are computed
+together, even if their attributes differ. Tensors are token-major: (b, K, n), (b, n).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Backward tables: the expected weight of the tokens to come, by HMM state and by their number."""
+"""Backward tables: the expected weight of r more tokens, for every r and every HMM state."""
 
 from typing import NamedTuple
 

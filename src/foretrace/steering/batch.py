@@ -1,6 +1,6 @@
 """The steering of a batch of sequences while they are generated.
 
-States are a cache: all of them can be computed again from the token ids. Token ids and states stay
+States are a cache: they can be recomputed from the token ids. Token ids and states stay
 on the HMM's device, and no step waits for the device.
 """
 
@@ -24,7 +24,7 @@ from foretrace.steering.transfer import to_device
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
-READ_BACK = 128  # tokens of a sequence that the filter reads; an HMM forgets earlier ones
+READ_BACK = 128  # last tokens that the filter reads; earlier ones hardly affect the belief
 
 
 class BatchSteering:
@@ -103,8 +103,8 @@ class BatchSteering:
     ) -> list[SequenceState]:
         """Compute the states of sequences from their tokens.
 
-        Tokens of a prompt up to its last end-of-text token belong to another text. The filter
-        ignores them.
+        The filter reads at most the last `READ_BACK` tokens. It ignores the tokens of a prompt up
+        to the last end-of-text token, because they belong to an earlier text.
 
         Args:
             requests: The request of each sequence.

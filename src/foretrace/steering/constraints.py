@@ -1,7 +1,8 @@
 """Correct the logits of tokens that take a non-default automaton transition.
 
-A `GoalGroup` computes factors as if every next token took the automaton's default transition, that
-of class 0. The factors of the few listed tokens of other classes are computed here.
+A `GoalGroup` computes factors as if every next token took the automaton's default transition, which
+is the transition of token class 0. This module computes the factors of the tokens of all other
+classes.
 """
 
 from collections.abc import Iterator, Sequence

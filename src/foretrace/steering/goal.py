@@ -1,4 +1,4 @@
-"""An attribute to steer toward, and how strongly."""
+"""A goal: the lookahead of an attribute, and the strength and shift of steering toward it."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Token counts of texts: all that a product of token weights depends on."""
+"""Count the tokens of texts. A product of token weights depends only on these counts."""
 
 import numpy as np
 from scipy.sparse import csr_array

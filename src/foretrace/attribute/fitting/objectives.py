@@ -3,8 +3,8 @@
 A weight is w(x) = exp(-cost(x)) with a cost of at least 0. The log-probability of a text is minus
 the sum of its tokens' costs, which is linear in its token counts.
 
-The penalty adds `penalty` texts for every token, each of this one token and with the attribute. It
-keeps a single text from giving a rare token an extreme weight.
+The penalty is a pseudocount. For every token it adds `penalty` texts that consist of this token and
+have the attribute. It prevents that a single text causes an extreme weight of a rare token.
 """
 
 from threading import Lock

@@ -1,4 +1,4 @@
-"""Unigram and bigram baselines: the likelihood that an HMM of the same corpus must exceed."""
+"""Unigram and bigram baselines: log-likelihoods to compare the HMM of a corpus with."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

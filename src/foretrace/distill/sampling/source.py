@@ -1,7 +1,8 @@
-"""The interface of a language model that text is sampled from, and what its implementations share.
+"""The protocol of a language model to sample text from, and helpers of its implementations.
 
 Every source samples from the LM's distribution: temperature 1, top-p 1, no top-k. The defaults of a
-library (transformers keeps the 50 most likely tokens) would make the HMM learn another model.
+library (transformers keeps the 50 most likely tokens) would change the distribution that the HMM
+learns.
 """
 
 from collections.abc import Callable, Mapping, Sequence

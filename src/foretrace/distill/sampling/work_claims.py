@@ -1,8 +1,8 @@
 """Distribute work over processes by claim files, without a coordinator.
 
-A piece of work is named by the file that it produces. A claim is a small file beside it, which its
-worker touches regularly. A claim is taken over when it has not been touched for a while, or when
-its process, on the same machine, no longer exists. The file system must support hard links.
+A piece of work is identified by the file that it produces. A worker claims it with a small claim
+file in the same folder, which the worker touches regularly. Another worker takes over a claim that
+has not been touched for a while, or whose process, on the same machine, no longer exists. The file system must support hard links.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Latent variable distillation: build the HMM that EM starts from out of an LM's hidden states.
+"""Latent variable distillation: initialise an HMM for EM from clusters of an LM's hidden states.
 
 A state of an HMM emits a token and determines what follows. So each position of a text is described
 by two hidden states of the LM: the one that predicts the token, and the one that has read it, both
 projected to their principal axes. k-means over these pairs assigns a state to every position.
-Counting states and tokens gives the three tables.
+Counts of states, transitions and emitted tokens yield the three tables.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ class Block(NamedTuple):
 
 
 class LatentStart:
-    """Hidden states of some rows of a corpus, stored in files, and the HMM that they give.
+    """Hidden states of some rows of a corpus, stored in files, and the HMM built from them.
 
     Memory holds one file at a time. Every stage resumes from the files that exist.
     """

@@ -1,4 +1,4 @@
-"""Generation in one call, steered or not."""
+"""Generate steered or unsteered texts from prompts in one call."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Batches of token ids, padded on the left, and sequences cut at their end."""
+"""Pad batches of token ids on the left, and cut sequences at the end-of-text token."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left; return their ids and their mask, (n, longest) each.
 
-    The mask tells padding from prompts, so any token can pad: not every tokenizer has one for it.
+    The mask marks the padding, so any token id can be used: some tokenizers have no pad token.
     """
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts]

@@ -1,8 +1,8 @@
-"""Limits on the tables that clients make the server build.
+"""The queue of table builds, with limits per client.
 
-Tables are built one at a time, and clients take turns. A client may use a share of the builder's
-time, save up some seconds of it, and have a bounded number of builds waiting. A client who wants
-more is told when to try again.
+Tables are built one at a time, and clients take turns. A token bucket limits a client to a share of
+the build time, and the number of builds in the queue is bounded. A request above the limits is
+refused, with the number of seconds after which to try again.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ MAX_CLIENTS = 4_096  # whose use is remembered
 
 
 class BuildResult(NamedTuple):
-    """What became of a build."""
+    """The result of a build."""
 
     seconds: float
     error: str | None = None
@@ -33,7 +33,7 @@ Build = Callable[[dict[str, Any]], BuildResult]
 
 
 class TooManyBuildsError(InvalidInputError):
-    """A client, or all clients together, want more tables built than the server builds."""
+    """A client, or all clients together, exceed the limits on builds."""
 
     def __init__(self, retry_after: float) -> None:
         self.retry_after = max(1, ceil(retry_after))
@@ -44,7 +44,7 @@ class TooManyBuildsError(InvalidInputError):
 
 
 class _Client:
-    """What one client has used: a token bucket of seconds."""
+    """A client: the length of its queue, and a token bucket of build seconds."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -80,7 +80,7 @@ class BuildQueue:
         """Wait until the tables of a request are built.
 
         Args:
-            client: Who asks.
+            client: The identity of the client that sent the request.
             keys: The keys of the tables. Requests for the same tables share one build.
             params: The request's `vllm_xargs`.
 
@@ -99,14 +99,14 @@ class BuildQueue:
             task = asyncio.create_task(self._run(account, params))
             self._running[key] = task
             task.add_done_callback(lambda done: self._finished(account, key, done))
-        # A client that gives up does not end a build that others may wait for.
+        # A client that disconnects must not cancel a build that other clients wait for.
         await asyncio.shield(self._running[key])
 
     def _finished(self, account: _Client, key: tuple[str, ...], task: "asyncio.Task[None]") -> None:
         account.waiting -= 1
         self._running.pop(key, None)
         if not task.cancelled():
-            task.exception()  # is raised to those who wait; without any, it is dropped here
+            task.exception()  # marks it as retrieved, in case that no client waits any longer
 
     def _account(self, client: str) -> _Client:
         account = self._clients.pop(client, None) or _Client()

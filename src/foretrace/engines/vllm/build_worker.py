@@ -1,9 +1,9 @@
 """A process that builds lookahead tables for the server's process.
 
-The server's process must answer all clients, so it starts this one and sends it requests as JSON
-lines: the worker builds their tables in the disk cache, and answers each line with a JSON line,
-`{"seconds": 0.1, "error": null}` or with the reason of a refusal. It runs at a low priority, and
-ends when its standard input is closed.
+A build would block the server's process, so the server starts this process and sends it requests as
+JSON lines. The worker builds the tables of a request in the disk cache and answers with a JSON
+line: `{"seconds": 0.1, "error": null}`, or the reason of a refusal as `error`. It runs at a low
+priority, and ends when its standard input is closed.
 
     python -m foretrace.engines.vllm.build_worker
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 10  # gives the decoding process about nine tenths of a core that both want
+NICENESS = 10  # leaves about nine tenths of a shared core to the decoding process
 TIMEOUT = 120.0  # seconds that one build may take
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     """Build tables for the requests on standard input until it is closed."""
     os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints goes to the log, not among the answers
+    os.dup2(2, 1)  # output that libraries print goes to the log, not to the answers
     import torch
 
     from foretrace.engines.vllm import prometheus

@@ -1,4 +1,4 @@
-"""What the processors of both model runners share: requests, their goals, and their states."""
+"""The requests, goals and states of a vLLM batch, for the processors of both model runners."""
 
 import logging
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys that validation adds to a request's arguments: of its tables, the stop tokens that were added
-# to it, and whether its tables are leased until it is answered.
+# Keys that validation adds to a request's arguments: the keys of its tables, the stop tokens that
+# were added to it, and whether its tables are leased until it is answered.
 TABLES, STOPS, LEASED = "foretrace_tables", "foretrace_stops", "foretrace_leased"
 
 
@@ -58,7 +58,7 @@ def validate_params(params: "SamplingParams") -> None:
 
 
 def _add_stops(params: "SamplingParams", ends: tuple[int, ...]) -> list[int]:
-    """Let a text also end at the HMM's end-of-text tokens; return the tokens that were added."""
+    """Add the HMM's end-of-text tokens to the stop tokens; return those that were added."""
     stops = params.stop_token_ids or []
     added = [end for end in ends if end not in stops]
     params.stop_token_ids = [*stops, *added]
@@ -95,7 +95,7 @@ class Slot:
     """Whether its goals could not be loaded. Such a request is ended, not left unsteered."""
 
     def missing(self, num_generated: int) -> int:
-        """Return how many tokens the state lacks; -1 if it has to be computed anew."""
+        """Return how many generated tokens the state lacks; -1 if it must be computed from all."""
         if self.state is None or self.state.num_generated > num_generated:
             return -1
         return num_generated - self.state.num_generated

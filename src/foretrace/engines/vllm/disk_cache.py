@@ -1,7 +1,7 @@
 """A size-bounded LRU disk cache of attributes and their lookahead tables, in a private directory.
 
-Several processes share it: one builds tables, another serves requests, a third decodes them. A
-process that needs a table for a while holds a lease on it, and a leased table is not evicted.
+Several processes share it: build workers, API servers and the decoding process. A process that uses
+a table holds a lease on it, and a leased table is not evicted.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ class Lease:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let the table be evicted again. Further calls do nothing."""
+        """Release the lock, so that the table can be evicted. Further calls do nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,8 +1,8 @@
 """ASGI middleware for vLLM's server: builds the tables of a request before vLLM checks it.
 
-vLLM checks a request on the thread that answers all clients, so nothing is built there. vLLM calls
-this middleware before its own check of the API key, so this middleware does nothing until the
-application asks for the request's body: vLLM does that after it has checked the key.
+vLLM validates a request on its event loop, where a build would block all clients. vLLM calls this
+middleware before it checks the API key. The middleware therefore waits until the application reads
+the request's body, which happens after the check of the key.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class _Request:
         self._refused = False
 
     def release(self) -> None:
-        """Let the tables be evicted."""
+        """Release the leases, so that the tables can be evicted."""
         for lease in self._leases:
             lease.release()
 
@@ -108,15 +108,15 @@ class _Request:
             size += len(message.get("body", b""))
             if message["type"] != "http.request" or not message.get("more_body", False):
                 return messages
-        raise _RefusedError(413, f"A request has {limit >> 20} MB at most.")
+        raise _RefusedError(413, f"The body of a request may have at most {limit >> 20} MB.")
 
     async def _prepare(self, body: bytes) -> None:
-        """Build or find the tables that the body asks for, and lease them."""
+        """Lease the tables of the goals in the body; build them first if they do not exist."""
         try:
             params = json.loads(body).get("vllm_xargs")
             steering_params = parse(params) if isinstance(params, dict) else None
         except (ValueError, AttributeError, RecursionError):
-            return  # vLLM's own check says what is wrong
+            return  # vLLM's own validation reports the error
         if steering_params is None:
             return
         try:

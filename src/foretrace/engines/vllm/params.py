@@ -1,4 +1,4 @@
-"""The steering parameters of a request, parsed and checked: clients are not trusted."""
+"""Parse and check the steering parameters of a request, which come from untrusted clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ def _number(key: str, value: Any, limit: float) -> float:
         number = float("nan")
     if not isfinite(number) or abs(number) > limit:
         raise InvalidInputError(
-            f"{key} must be a number within {limit:g}, not {str(value)[:40]!r}."
+            f"{key} must be a number from {-limit:g} to {limit:g}, not {str(value)[:40]!r}."
         )
     return number
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server, shown at /metrics beside vLLM's own, from all its processes."""
+"""Prometheus metrics of all processes of a server, at /metrics together with those of vLLM."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

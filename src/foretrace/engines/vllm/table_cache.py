@@ -1,7 +1,7 @@
 """Lookahead tables of the attributes in a folder: built once, cached on disk and in memory.
 
-One process builds the tables of a request before it is admitted, and the decoding process loads
-them. An attribute file that is replaced after a request was admitted changes nothing for it.
+The build worker builds the tables of a request before the request is admitted, and the decoding
+process loads them. Replacing an attribute file does not affect requests that are already admitted.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ MAX_COMPARED = 500  # names, when a name is misspelt
 
 
 class GoalSize(NamedTuple):
-    """What a goal costs, known without its tables."""
+    """The cost of a goal, computed without its tables."""
 
     terms: int
     min_tokens: int | None
@@ -80,7 +80,7 @@ class TableCache:
         self.memory, self.observe = memory, observe
         self.disk = DiskCache(tables, disk)
         self.read_only = False
-        """Whether tables are built elsewhere: then `admit` refuses what is not there."""
+        """Whether another process builds tables. If so, `admit` refuses goals without a table."""
         self._load_token_bytes = (
             None if load_token_bytes is None else cache(_once(load_token_bytes))
         )
@@ -100,12 +100,12 @@ class TableCache:
         """
         if params.horizon is not None and params.horizon > self.horizon:
             raise InvalidInputError(
-                f"This server looks {self.horizon} tokens ahead at most, not {params.horizon}."
+                f"The horizon on this server is at most {self.horizon} tokens, not {params.horizon}."
             )
         return [self._key(goal.expression.normalized()) for goal in params.goals]
 
     def lease(self, params: SteeringParams) -> list[Lease] | None:
-        """Keep the tables of a request from being evicted; None if one is not there."""
+        """Lease the tables of a request; return None if one does not exist."""
         leases: list[Lease] = []
         for key in self.keys(params):
             lease = self.disk.lease(key)
@@ -117,11 +117,11 @@ class TableCache:
         return leases
 
     def admit(self, params: SteeringParams, limit: int | None = None) -> list[str]:
-        """Check a request, make sure that its tables are there, and return their keys.
+        """Check a request, build or find its tables, and return their keys.
 
         Args:
             params: The request's goals.
-            limit: Tokens that the text has at most.
+            limit: The maximum number of tokens of the text.
 
         Raises:
             InvalidInputError: The request is not valid, costs too much, or (where the cache is
@@ -169,7 +169,7 @@ class TableCache:
 
         Args:
             params: The request's goals.
-            keys: What `admit` returned for it.
+            keys: The keys that `admit` returned for the request.
             build: Whether to build a table that was evicted meanwhile, or to raise.
         """
         return tuple(
@@ -322,7 +322,7 @@ def _once(load_token_bytes: Callable[[], TokenBytes]) -> Callable[[], TokenBytes
     def tried() -> TokenBytes | Exception:
         try:
             return load_token_bytes()
-        except Exception as error:  # whatever a tokenizer's files or code raise
+        except Exception as error:  # a tokenizer's files or code may raise anything
             logger.exception("The server's tokenizer cannot be used")
             return error
 
