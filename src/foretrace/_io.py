@@ -134,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise InvalidFileError(
-            f"{path.parent} has no {path.name}. Give the folder that was saved, or save it again."
+            f"{path.parent} has no {path.name}. Pass the folder that was saved, or save it again."
         ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidFileError(f"{path} is not JSON ({error}). Save it again.") from error
@@ -185,7 +185,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise InvalidFileError(
-            f"{path.parent} has no {path.name}. Give the folder that was saved, or save it again."
+            f"{path.parent} has no {path.name}. Pass the folder that was saved, or save it again."
         ) from None
     except SafetensorError as error:
         raise InvalidFileError(

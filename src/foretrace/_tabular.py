@@ -1,4 +1,4 @@
-"""Read tables of texts that users provide: JSON Lines, CSV, Parquet or plain text, also compressed."""
+"""Read tables of texts from users: JSON Lines, CSV, Parquet or plain text, also compressed."""
 
 import bz2
 import csv

@@ -48,5 +48,5 @@ def require_same_fingerprint(name: str, actual: str | None, expected: str | None
     raise TokenizerMismatchError(
         f"{name} was made with another tokenizer than the one in use: its fingerprint is "
         f"{actual}, the tokenizer's is {expected}. Token ids would mean different words. "
-        f"Use the tokenizer it was made with, or make it anew for this tokenizer."
+        f"Use the tokenizer it was made with, or make it again with this tokenizer."
     )

@@ -124,7 +124,7 @@ def test_explain_a_given_and_a_generated_text(
     [
         (["--goal", "od", "--prompt", "w1"], 1, "Did you mean odd?"),
         (["--goal", "odd &", "--prompt", "w1"], 1, "not an expression"),
-        (["--goal", "odd"], 2, "Give something to continue"),
+        (["--goal", "odd"], 2, "Pass a prompt"),
         (
             ["--goal", "odd", "--prompt", "w1", "--column", "text"],
             2,

@@ -128,7 +128,7 @@ class Attribute:
     ) -> Iterator[Self]:
         """Fit one attribute per label; the texts of all other labels are its negatives.
 
-        By default, attributes are fitted by absence: a few tokens tell one label from many others.
+        By default, `by_absence` is set: single tokens often distinguish a label from all others.
         The same share of the texts of each label is held out.
 
         Args:

@@ -53,7 +53,7 @@ def read(path: Path) -> Stored:
     """Read and check a file that `write` wrote."""
     if not path.is_file():
         raise InvalidFileError(
-            f"There is no file {path}. Give one that `foretrace fit` or Attribute.save wrote."
+            f"There is no file {path}. Pass a file that `foretrace fit` or Attribute.save wrote."
         )
     tensors, metadata = _io.read_tensors(path)
     version, config = _read_header(metadata.get(HEADER_KEY, ""), path)
@@ -122,7 +122,7 @@ def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
         version = content.pop("format_version")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidFileError(
-            f"{path} is not an attribute. Give a file that `foretrace fit` or Attribute.save wrote."
+            f"{path} is not an attribute. Pass a file that `foretrace fit` or Attribute.save wrote."
         ) from None
     if version not in (WITHOUT_AUTOMATON, WITH_AUTOMATON):
         shown = version if isinstance(version, int) else f"of type {type(version).__name__}"

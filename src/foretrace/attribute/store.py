@@ -94,17 +94,18 @@ class AttributeStore(Mapping[str, Attribute]):
             return False
 
     def __iter__(self) -> Iterator[str]:
+        """Yield the names in alphabetical order; skip files whose name `path` cannot produce."""
         if not self.folder.is_dir():
             raise InvalidFileError(f"There is no folder {self.folder}. Check the spelling.")
         with os.scandir(self.folder) as entries:
             files = [
                 entry.name for entry in entries if entry.name.endswith(SUFFIX) and entry.is_file()
             ]
-        named = [(unquote(file.removesuffix(SUFFIX)), file) for file in files]
-        yield from sorted(name for name, file in named if self._is_file_of(name, file))
+        names_and_files = [(unquote(file.removesuffix(SUFFIX)), file) for file in files]
+        yield from sorted(name for name, file in names_and_files if self._is_file_of(name, file))
 
     def _is_file_of(self, name: str, file: str) -> bool:
-        """Return whether the store would look for the name in this file."""
+        """Return whether `path(name)` is this file."""
         try:
             return self.path(name).name == file
         except InvalidInputError:

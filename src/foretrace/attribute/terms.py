@@ -158,7 +158,7 @@ class Terms:
         )
 
     def check_probability(self) -> None:
-        """Raise if the terms yield a value outside [0, 1] for the texts that can be tried.
+        """Raise if the terms yield a value outside [0, 1] for some simple texts.
 
         The texts are the empty one and repetitions of one token, in every state of the automaton.
         The results of `times`, `either` and `negated` pass: each operation maps values in [0, 1] to
@@ -211,8 +211,8 @@ class Terms:
 def signed_sum(coefficients: Tensor, log_products: Tensor) -> Tensor:
     """Compute the sum of c_k exp(log_products_k), in [0, 1]: (..., K), (..., K) -> (...).
 
-    The largest product is factored out and the others are differences from it. So 1 - w is accurate
-    where w is almost 1, and w where it is almost 0.
+    The largest product is factored out, and `expm1` computes the differences from it. The result is
+    therefore accurate both for 1 - w with w close to 1, and for w close to 0.
     """
     largest = log_products.max(-1, keepdim=True).values.clamp_min(-1e300)
     differences = (coefficients * torch.expm1(log_products - largest)).sum(-1)
@@ -220,11 +220,17 @@ def signed_sum(coefficients: Tensor, log_products: Tensor) -> Tensor:
 
 
 def _check_range(signed: Tensor, log_weights: Tensor, tolerance: float) -> None:
-    """Raise if a value is outside [0, 1]: (K, Q) signed final weights, (K, n) log-weights."""
+    """Raise if the sum of terms is outside [0, 1] for one of n texts, in one of Q states.
+
+    Args:
+        signed: Coefficients times final weights of automaton states, (K, Q).
+        log_weights: The log of the product of token weights of each text, (K, n).
+        tolerance: The rounding error to allow.
+    """
     values = signed.T @ log_weights.double().exp()
     if not bool(((values >= -tolerance) & (values <= 1 + tolerance)).all()):
         raise InvalidInputError(
-            f"The terms do not form a probability: they add up to values from "
+            f"The terms do not form a probability: their sum has values from "
             f"{float(values.min()):g} to {float(values.max()):g}, outside [0, 1]."
         )
 

@@ -32,7 +32,7 @@ def show(
         Path | None, typer.Option(help="Also write a plot of the fit to this PNG file.")
     ] = None,
 ) -> None:
-    """Print the size, the quality and the most decisive tokens of an attribute."""
+    """Print the size, the quality and the tokens of largest effect of an attribute."""
     from foretrace.attribute import Attribute
     from foretrace.attribute.fitting.plot import draw
     from foretrace.vocabulary import fingerprint
@@ -48,10 +48,10 @@ def show(
 def describe(
     attribute: "Attribute", tokenizer: "PreTrainedTokenizerBase | None", tokens: int = 20
 ) -> None:
-    """Print the facts about an attribute's fit, and its strongest tokens."""
+    """Print how an attribute was fitted, its quality, and the `tokens` tokens of largest effect."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text  # prevents that names and tokens are parsed as markup
+    from rich.text import Text  # keeps names and tokens from being parsed as markup
 
     table = Table(show_header=False, box=None)
     table.add_row("attribute", Text(attribute.name))
@@ -73,7 +73,7 @@ def _format_auc(auc: float | None, texts: int) -> str:
     if auc is None:
         return "unknown"
     return f"{auc:.4f}" + (
-        "" if texts >= MIN_HELD_OUT_TEXTS else f" (of {texts} texts, too few to tell)"
+        "" if texts >= MIN_HELD_OUT_TEXTS else f" (of {texts} texts, too few for an estimate)"
     )
 
 

@@ -98,7 +98,7 @@ def _initial_hmm(corpus: "Corpus", states: int | None, start: str | None, seed: 
         vocab, eos = corpus.manifest.vocab_size, corpus.manifest.eos_token_id
         return HMM.random(states, vocab, eos_token_id=eos, seed=seed)
     raise InvalidInputError(
-        "Give either --states for a random initialization, or --start for an HMM."
+        "Pass either --states for a random initialization, or --start for an HMM."
     )
 
 
@@ -111,7 +111,7 @@ class _Reporter:
         self.writer = None if tensorboard is None else _open_tensorboard(tensorboard)
 
     def report(self, progress: "Progress") -> None:
-        """Report one step."""
+        """Show the metrics of one step."""
         if progress.held_out is not None:
             self.evaluation = f"held-out {progress.held_out:.4f}"
         if progress.baselines is not None:

@@ -89,7 +89,7 @@ def _print(table: "TokenTable", goals: Sequence[str]) -> None:
     """Print the candidates of each position; the chosen token is marked with `>`."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text  # prevents that tokens and goals are parsed as markup
+    from rich.text import Text  # keeps tokens and goals from being parsed as markup
 
     grid = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered"):

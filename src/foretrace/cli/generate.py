@@ -1,4 +1,4 @@
-"""`foretrace generate`: generate steered continuations, optionally beside unsteered ones."""
+"""`foretrace generate`: generate steered continuations, optionally next to unsteered ones."""
 
 import json
 from collections.abc import Sequence
@@ -62,9 +62,9 @@ def generate(
         raise typer.BadParameter("--column is an option of --prompts, which is missing.")
     texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
     if not (goal or must_contain or must_not_contain):
-        raise typer.BadParameter("Give a --goal, a --must-contain or a --must-not-contain.")
+        raise typer.BadParameter("Pass --goal, --must-contain or --must-not-contain.")
     if not texts:
-        raise typer.BadParameter("Give something to continue: --prompt TEXT, or --prompts FILE.")
+        raise typer.BadParameter("Pass a prompt: --prompt TEXT, or --prompts FILE.")
     transforms = goal_options.build_transforms(strength, shift, len(goal or []))
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
@@ -118,23 +118,24 @@ def _print_side_by_side(
             prompts,
             seed,
             steered=False,
-            on_text=lambda text: live.update(_columns(prompts, [Generation(text, ())], [])),
+            on_text=lambda text: live.update(_table(prompts, [Generation(text, ())], [])),
         )
         steered = generator.generate(
             prompts,
             seed,
-            on_text=lambda text: live.update(_columns(prompts, unsteered, [Generation(text, ())])),
+            on_text=lambda text: live.update(_table(prompts, unsteered, [Generation(text, ())])),
         )
-        live.update(_columns(prompts, unsteered, steered))
+        live.update(_table(prompts, unsteered, steered))
     if not live.console.is_terminal:
         typer.echo()  # outside a terminal, Live does not end the last line
     if [row.text for row in unsteered] == [row.text for row in steered]:
         typer.echo("The goal changed nothing here. Try a larger --strength, or another --seed.")
 
 
-def _columns(
+def _table(
     prompts: Sequence[str], unsteered: Sequence[Generation], steered: Sequence[Generation]
 ) -> "Table":
+    """Build a table with a row per prompt: the unsteered text (`bare`) and the steered text."""
     from itertools import zip_longest
 
     from rich.table import Table
@@ -149,7 +150,7 @@ def _columns(
 
 
 def _cell(prompt: str, generation: Generation) -> "Text":
-    from rich.text import Text  # prevents that texts are parsed as markup
+    from rich.text import Text  # keeps texts from being parsed as markup
 
     cell = Text.assemble((prompt, "dim"), generation.text)
     if generation.probability:

@@ -54,7 +54,7 @@ Horizon = Annotated[int, typer.Option(min=0, help="Maximum number of tokens to l
 NeutralEnd = Annotated[
     bool,
     typer.Option(
-        help="Give the end-of-text token the probability that the LM gives it, so that texts do "
+        help="Keep the LM's probability of the end-of-text token, so that texts do "
         "not end early to meet a goal."
     ),
 ]

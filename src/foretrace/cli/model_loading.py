@@ -18,7 +18,7 @@ def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
-            f"The tokenizer '{source}' cannot be loaded ({reason(error)}). Give the folder or the "
+            f"The tokenizer '{source}' cannot be loaded ({reason(error)}). Pass the folder or the "
             f"hub id of the language model to steer."
         ) from error
     return tokenizer

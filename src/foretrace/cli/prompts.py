@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def read_prompts(file: Path, column: str | None = None) -> list[str]:
-    """Read a column of a table: by default `prompt` if there is one, else `text`."""
+    """Read prompts from a column of a file; by default `prompt` if it exists, else `text`."""
     from foretrace import _tabular
 
     rows = _tabular.read_rows(file, [column] if column else [])

@@ -1,7 +1,7 @@
 """Distill an HMM from a language model: sample a corpus, build a start, train, write the result.
 
-Every stage writes its result to `out/work` atomically. After an interruption, the same call runs the
-remaining work. Concurrent calls share the work.
+Every stage writes its result to `out/work` atomically. After an interruption, the same call runs
+the remaining work. Concurrent calls share the work.
 """
 
 import json

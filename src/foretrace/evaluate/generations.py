@@ -127,16 +127,16 @@ class ContinuationGenerator:
         settings: Mapping[str, Any],
         observe: Observe = lambda done, total: None,
     ) -> list[Generation]:
-        """Continue all prompts; continuations that the file holds are not generated again.
+        """Generate continuations of all prompts, except those that the file already holds.
 
-        A batch depends only on the seed and its position, so that a resumed run has the same result
-        as an uninterrupted one.
+        The random numbers of a batch depend only on the seed and the position of the batch. A
+        resumed run therefore has the same result as an uninterrupted one.
 
         Args:
             prompts: The prompts.
             method: The method of generation.
             file: The file of JSON lines that continuations are appended to.
-            settings: Everything else that the continuations depend on.
+            settings: All other settings that affect the continuations. The file stores them.
             observe: A function that is called after each batch with the number of prompts done and
                 the number of all prompts.
 
@@ -150,9 +150,11 @@ class ContinuationGenerator:
         settings = {**settings, "sampling": asdict(self.sampling), "method": method.name}
         generations = _read(file, settings)
         inputs = method.prompts or prompts
-        width = max(1, self.sampling.rows // (self.sampling.continuations * method.best_of))
-        for start in range(0, len(prompts), width):
-            batch = range(start, min(start + width, len(prompts)))
+        prompts_per_batch = max(
+            1, self.sampling.rows // (self.sampling.continuations * method.best_of)
+        )
+        for start in range(0, len(prompts), prompts_per_batch):
+            batch = range(start, min(start + prompts_per_batch, len(prompts)))
             if any(index not in generations for index in batch):
                 batch_inputs = [inputs[index] for index in batch]
                 generations |= dict(

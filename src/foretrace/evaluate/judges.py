@@ -108,7 +108,7 @@ def load_judge(
     if label is None:
         raise InvalidInputError(
             f"The judge '{source}' needs a label: the class, or with zero-shot the words, that "
-            f"stand for the attribute. (Give a Python function as module:function.)"
+            f"stand for the attribute. (To use a Python function, pass module:function.)"
         )
     task = "zero-shot-classification" if zero_shot else "text-classification"
     pipeline = _load_pipeline(task, source, device)
@@ -189,7 +189,7 @@ def _read_cache(cache: Path) -> dict[str, float]:
         score = row.get("score") if isinstance(row, dict) else None
         if not isinstance(score, float) or not 0 <= score <= 1 or "key" not in row:
             raise InvalidFileError(
-                f"{cache} is not a file of judgements. Give another file to cache them in."
+                f"{cache} is not a file of judgements. Use another file as the cache."
             )
         scores[row["key"]] = score
     return scores
@@ -206,7 +206,7 @@ def _judge_batch(judge: Judge, texts: list[str]) -> tuple[list[Score], str | Non
         return valid, f"a score of {invalid[0]} is not in [0, 1]" if invalid else None
     except JudgeRefusedError:
         raise
-    except Exception as error:  # a judge is code of others, and may raise anything
+    except Exception as error:  # a judge is external code, which may raise anything
         if len(texts) == 1:
             return [None], reason(error)
     results = [_judge_batch(judge, [text]) for text in texts]
@@ -221,9 +221,9 @@ def _is_probability(score: Score) -> bool:
 def _import_function(module: str, function: str) -> Callable[[list[str]], Sequence[Score]]:
     try:
         score: Callable[[list[str]], Sequence[Score]] = getattr(import_module(module), function)
-    except Exception as error:  # importing runs code of others, which may raise anything
+    except Exception as error:  # importing runs external code, which may raise anything
         raise InvalidInputError(
-            f"The judge {module}:{function} cannot be imported ({reason(error)}). Give a module "
+            f"The judge {module}:{function} cannot be imported ({reason(error)}). Pass a module "
             f"that Python finds (see PYTHONPATH), and a function in it from texts to scores."
         ) from error
     return score
@@ -242,7 +242,7 @@ def _load_pipeline(task: str, source: str, device: str) -> Any:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InvalidInputError(
-            f"The judge '{source}' cannot be loaded for {task} ({reason(error)}). Give the folder "
+            f"The judge '{source}' cannot be loaded for {task} ({reason(error)}). Pass the folder "
             f"or the hub id of such a model; check the spelling and the network."
         ) from error
 
@@ -271,7 +271,7 @@ def _zero_shot_scorer(pipeline: Any, label: str) -> Callable[[list[str]], Sequen
         names = ", ".join(map(str, pipeline.model.config.id2label.values()))
         raise InvalidInputError(
             f"The judge has the classes {names}, but zero-shot classification needs a class "
-            f"'entailment'. Give a model of natural language inference."
+            f"'entailment'. Use a model of natural language inference."
         )
 
     def score(texts: list[str]) -> list[Score]:

@@ -183,7 +183,7 @@ class LinearJudge:
             raise InvalidInputError(
                 f"The encoder '{self.config.encoder}' returns embeddings of width "
                 f"{features.shape[1] - hashed}, but the judge was trained with width "
-                f"{self.weights.shape[1] - hashed}. Give the encoder that it was trained with."
+                f"{self.weights.shape[1] - hashed}. Pass the encoder that it was trained with."
             )
         logits = np.asarray(features @ self.weights.T) + self.intercepts
         if logits.shape[1] == 1:  # two classes: the log-odds of the second
@@ -258,7 +258,7 @@ class LinearJudge:
             if encoder is None:
                 raise InvalidInputError(
                     f"The judge in {folder} was trained with the encoder '{config.encoder}', which "
-                    f"is not loaded only because a file names it. If you trust it, give "
+                    f"is not loaded automatically, for security. If you trust it, pass "
                     f"encoder='{config.encoder}' (--encoder on the command line), or the folder of "
                     f"a copy."
                 )
@@ -314,7 +314,7 @@ class LinearJudge:
             return encoder
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             raise InvalidInputError(
-                f"The encoder '{self.config.encoder}' cannot be loaded ({reason(error)}). Give the "
+                f"The encoder '{self.config.encoder}' cannot be loaded ({reason(error)}). Pass the "
                 f"folder or hub id of a sentence-transformers model."
             ) from error
 

@@ -170,12 +170,12 @@ def perplexity(losses: Scores) -> Measurement:
     """Compute the mean perplexity of continuations.
 
     Args:
-        losses: The mean negative log-likelihood per token of every prompt's continuations, in nats;
-            None for a continuation without tokens.
+        losses: For every prompt, the loss of each continuation: its mean negative log-likelihood
+            per token, in nats, or None for a continuation without tokens.
 
     Returns:
-        The measurement; continuations without tokens, or with a perplexity of 10,000 or more, are
-        dropped.
+        The measurement. Continuations without tokens, and those with a perplexity of 10,000 or
+        more, are dropped and counted.
 
     Example:
         >>> from foretrace.evaluate.metrics import perplexity

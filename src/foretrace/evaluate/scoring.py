@@ -157,7 +157,7 @@ class Scorer:
         if table is None:
             return {}
         rows = table.rows(self.data)
-        # Cached beside the judges, which suites share, because it is the same for all suites.
+        # Cached in the folder of the judges, which suites share: it is the same for all suites.
         scores = self._judge_texts(
             [row[table.text] for row in rows], self._judge(rows[0]), self.judges
         )
@@ -188,7 +188,7 @@ def train_judge(
     """Train a linear judge on the labelled texts of a table."""
     if missing := sum(row.get(label) is None for row in rows):
         raise InvalidFileError(
-            f"{table.file}: {missing} rows have no '{label}'. Give the column of labels."
+            f"{table.file}: {missing} rows have no '{label}'. Name the column with the labels."
         )
     return LinearJudge.train(
         [str(row[table.text]) for row in rows],

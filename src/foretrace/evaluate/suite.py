@@ -321,7 +321,7 @@ def _read_text(source: str) -> str:
         matches = difflib.get_close_matches(source, suite_names(), n=1)
         hint = f"Did you mean {matches[0]}? " if matches else ""
         raise InvalidInputError(
-            f"There is no suite '{source}'. {hint}Give one of {', '.join(suite_names())}, or a "
+            f"There is no suite '{source}'. {hint}Use one of {', '.join(suite_names())}, or a "
             f"YAML file."
         )
     folder = files("foretrace.evaluate").joinpath("suites")

@@ -4,7 +4,7 @@ Shapes: batch B, length T, states h, vocabulary V. A `mask` is (B, T) and True w
 token. Masked positions are skipped, at either end or in between.
 
 A token whose probability given the preceding tokens is below `IMPOSSIBLE` has no posterior. Its log
-probability counts as log(IMPOSSIBLE) = -69.08 nats, and the predicted belief is used in place of the
+probability counts as log(IMPOSSIBLE) = -69.08 nats, and the predicted belief replaces the
 posterior, so that no result is NaN or infinite.
 """
 

@@ -52,7 +52,11 @@ def matmul(values: Tensor, matrix: Tensor) -> Tensor:
 def converted(
     table: Tensor, normaliser: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """Move or convert a table. If the new dtype is more precise, apply the normaliser to it."""
+    """Return a table in another dtype or on another device.
+
+    If the new dtype is more precise, the result is multiplied by `normaliser`, so that its
+    distributions sum to 1 in the new dtype.
+    """
     moved = table.to(device=device, dtype=dtype)
     if torch.finfo(moved.dtype).eps < torch.finfo(table.dtype).eps:
         moved.mul_(normaliser.to(moved))

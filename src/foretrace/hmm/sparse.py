@@ -156,7 +156,7 @@ class SparseEmission:
         if bool(((totals == 0) & (entry_mass > 1e-4)).any()):
             raise InvalidModelError(
                 "sparse emission does not sum to 1: a state without entries has a leak below 1. "
-                "Make it with HMM.sparsify."
+                "Create sparse emissions with HMM.sparsify."
             )
         return torch.where(totals > 0, entry_mass.clamp_min(0) / totals, 1.0)
 

@@ -171,7 +171,7 @@ def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
     cache = _cache(hmm, folder)
     with pytest.raises(InvalidInputError, match="Did you mean nontoxic"):
         cache.admit(_params("nontoxc"))
-    with pytest.raises(InvalidInputError, match="6 tokens ahead"):
+    with pytest.raises(InvalidInputError, match="at most 6 tokens"):
         cache.admit(_params("formal", horizon=7))
     folder.rename(folder.with_name("gone"))
     with pytest.raises(InvalidInputError, match="Check the spelling"):

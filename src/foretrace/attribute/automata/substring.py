@@ -22,7 +22,7 @@ def substring_dfa(substrings: Sequence[str], token_bytes: Sequence[bytes]) -> tu
     """
     patterns = [text.encode("utf-8", "surrogatepass") for text in substrings]
     if not patterns or not all(patterns):
-        raise InvalidInputError("Give one or more texts to search for, none of them empty.")
+        raise InvalidInputError("Pass one or more texts to search for, none of them empty.")
     if sum(map(len, patterns)) > MAX_BYTES:
         raise InvalidInputError(
             f"Texts to search for may have {MAX_BYTES} bytes together. Use fewer or shorter texts."

@@ -100,7 +100,11 @@ class Examples:
         vocab_size: int,
         groups: Sequence[int] | None = None,
     ) -> Self:
-        """Count tokens and check scores; by default, every text is a group."""
+        """Count the tokens of texts and check their scores.
+
+        Without `groups`, every text is its own group. Texts with a score of at least 0.5 form one
+        stratum, and the others a second one.
+        """
         values = np.asarray(torch.as_tensor(scores, dtype=torch.float64).cpu())
         _check_one_per_text(len(token_ids), "scores", values)
         invalid = ~((values >= 0) & (values <= 1))
@@ -108,8 +112,8 @@ class Examples:
             raise InvalidInputError(
                 f"Scores must be probabilities in [0, 1], but {int(invalid.sum())} of "
                 f"{len(values)} are not: the first is {values[invalid][0]}, at index "
-                f"{int(invalid.argmax())}. Divide all scores by the largest, or leave these texts "
-                f"out."
+                f"{int(invalid.argmax())}. Divide all scores by the largest, or remove these "
+                f"texts."
             )
         default = np.arange(len(values))
         group_ids = default if groups is None else np.asarray(groups, dtype=np.int64)
@@ -175,7 +179,7 @@ class Examples:
 def _check_one_per_text(num_texts: int, name: str, values: Array | Indices) -> None:
     if values.shape != (num_texts,):
         raise InvalidInputError(
-            f"There are {num_texts} texts, but {name} of shape {values.shape}. Give one for each "
+            f"There are {num_texts} texts, but {name} of shape {values.shape}. Pass one for each "
             f"text."
         )
 

@@ -4,7 +4,7 @@ A weight is w(x) = exp(-cost(x)) with a cost of at least 0. The log-probability 
 the sum of its tokens' costs, which is linear in its token counts.
 
 The penalty is a pseudocount. For every token it adds `penalty` texts that consist of this token and
-have the attribute. It prevents that a single text causes an extreme weight of a rare token.
+have the attribute. It prevents a rare token from getting an extreme weight from a single text.
 """
 
 from threading import Lock

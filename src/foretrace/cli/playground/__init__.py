@@ -49,7 +49,7 @@ def _load_backend(
             raise typer.BadParameter("A server has an HMM already: leave --hmm out.")
         return ServerBackend(model, attributes)
     if hmm is None:
-        raise InvalidInputError(f"Give the HMM of {model}: --hmm FOLDER, or a hub id.")
+        raise InvalidInputError(f"Pass the HMM of {model}: --hmm FOLDER, or a hub id.")
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     return LocalBackend(lm, tokenizer, loaded_hmm, attributes)

@@ -49,7 +49,7 @@ def require_gradio() -> Any:
 
 
 def build_page(gradio: Any, backend: Backend) -> Any:
-    """Build the page's layout."""
+    """Build the Gradio page: inputs, a button, and the two texts."""
     goals = backend.goals()
     with gradio.Blocks(title="foretrace", analytics_enabled=False) as page:
         gradio.Markdown(TITLE)
@@ -77,7 +77,7 @@ def build_page(gradio: Any, backend: Backend) -> Any:
         )
         gradio.on(
             [write.click, prompt.submit],
-            partial(compare, backend),  # a generator function: Gradio streams what it yields
+            partial(compare, backend),  # a generator function: Gradio streams the values
             [prompt, goal, strength, *advanced],
             texts,
             api_name="write",

@@ -133,6 +133,7 @@ class _Run:
         return checkpoint.step
 
     def _broadcast_counts(self) -> None:
+        """Copy the leader's counts, which a checkpoint may have set, to all processes."""
         tensors = self.counts.tensors()
         for tensor in tensors.values():
             self.group.broadcast(tensor)

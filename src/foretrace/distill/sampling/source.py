@@ -89,7 +89,7 @@ def load_tokenizer_and_model(
         return tokenizer, load_model(**options)
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise InvalidInputError(
-            f"The model '{name}' cannot be loaded ({reason(error)}). Give the folder or the hub id "
+            f"The model '{name}' cannot be loaded ({reason(error)}). Pass the folder or the hub id "
             f"of a causal language model; check the spelling, the network, the dtype and options "
             f"of the engine, and that the device has enough memory."
         ) from error

@@ -102,7 +102,10 @@ class TransformersSource:
     def _in_batches(
         self, rows: Sequence[int], work: Callable[[list[int]], Tensor]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield batches of rows with their results; halve the batch when memory runs out."""
+        """Call `work` on batches of rows, and yield each batch with its result.
+
+        If memory runs out, halve the batch size and try the batch again.
+        """
         remaining = list(rows)
         while remaining:
             batch = remaining[: self.batch_size]

@@ -2,7 +2,8 @@
 
 A piece of work is identified by the file that it produces. A worker claims it with a small claim
 file in the same folder, which the worker touches regularly. Another worker takes over a claim that
-has not been touched for a while, or whose process, on the same machine, no longer exists. The file system must support hard links.
+has not been touched for a while, or whose process, on the same machine, no longer exists. The
+file system must support hard links.
 """
 
 import os
@@ -86,7 +87,7 @@ def _claim_path(path: Path) -> Path:
 
 
 def _acquire(claim: Path) -> str | None:
-    """Write a claim under a unique id; return the id, or None if another worker holds the claim."""
+    """Write a claim file with a unique id; return the id, or None if another worker holds it."""
     claim_id = uuid4().hex
     owner = {"name": claim_id, "host": _host(), "process": os.getpid()}
     for _ in range(2):
@@ -111,8 +112,8 @@ def _remove_if_abandoned(claim: Path, now: float) -> bool:
     dead = owner.get("host") == _host() and not _process_exists(int(owner.get("process", 0)))
     if not dead and age <= STALE_SECONDS:
         return False
-    # Several workers may get here at once. Only one can rename the claim; it then checks that this
-    # is still the dead worker's claim, and not one that another has written in the meantime.
+    # Several workers may get here at once, but only one can rename the claim. It then checks that
+    # the renamed file is the dead worker's claim: another worker may have written a new one.
     aside = claim.with_name(f"{claim.name}.{uuid4().hex}")
     try:
         claim.rename(aside)

@@ -111,7 +111,7 @@ def _goals_per_prompt(goals: Goals, count: int) -> list[tuple[Goal, ...]]:
     per_prompt = [tuple(row) for row in goals if not isinstance(row, Goal)]
     if shared or len(per_prompt) != count:
         raise InvalidInputError(
-            f"Give goals for all rows, [goal, ...], or a list for each of the {count} prompts, "
-            f"[[goal, ...], [], ...]; these are {len(goals)}."
+            f"Pass goals for all rows, [goal, ...], or a list for each of the {count} prompts, "
+            f"[[goal, ...], [], ...]. The list has {len(goals)} items."
         )
     return per_prompt

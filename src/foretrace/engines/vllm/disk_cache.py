@@ -108,8 +108,8 @@ class DiskCache:
         if used + size > self.budget:
             raise InvalidInputError(
                 f"A table of {size >> 20} MB does not fit into the disk cache of "
-                f"{self.budget >> 20} MB beside the tables in use. Try again later, or start the "
-                f"server with a larger --disk."
+                f"{self.budget >> 20} MB, because of the tables in use. Try again later, or start "
+                f"the server with a larger --disk."
             )
 
     def _by_age(self) -> Iterator[tuple[float, int, Path]]:
@@ -122,7 +122,7 @@ class DiskCache:
 
 
 def _evict(path: Path) -> bool:
-    """Delete a table and its attribute, unless somebody holds a lease; return whether it did."""
+    """Delete a table and its attribute, unless a process holds a lease; return whether it did."""
     with suppress(OSError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -172,7 +172,7 @@ def _is_json(scope: Message) -> bool:
 
 
 def _client(scope: Message) -> str:
-    """Identify who sends a request: by the API key, else by the address."""
+    """Return the identity of a request's client: its API key, or else its address."""
     key = _header(scope, b"authorization")
     if key:
         return hashlib.sha256(key).hexdigest()

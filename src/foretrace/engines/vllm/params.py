@@ -45,7 +45,7 @@ class SteeringParams:
 
 
 def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
-    """Parse the extra arguments of a request; arguments of others are ignored.
+    """Parse the extra arguments of a request; arguments of other plugins are ignored.
 
     Args:
         extra_args: `goal` is an expression or a list of expressions. `strength` and `shift` are

@@ -48,13 +48,13 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _update_states(self) -> None:
-        """Advance states by the last token, or compute them from all tokens."""
+        """Advance states that lack one token, and compute new ones from all tokens."""
         active = [slot for slot in self.slots.values() if not slot.failed]
         missing = [slot.missing(len(slot.output)) for slot in active]
-        moved = [slot for slot, count in zip(active, missing, strict=True) if count == 1]
-        tokens = torch.tensor([slot.output[-1] for slot in moved], dtype=torch.long)
-        self.core.advance(moved, tokens.to(self.core.cache.hmm.device))
-        # New, or resumed after preemption.
+        advanced = [slot for slot, count in zip(active, missing, strict=True) if count == 1]
+        tokens = torch.tensor([slot.output[-1] for slot in advanced], dtype=torch.long)
+        self.core.advance(advanced, tokens.to(self.core.cache.hmm.device))
+        # Requests that are new, or that resume after preemption.
         new = [slot for slot, count in zip(active, missing, strict=True) if count not in (0, 1)]
         requests = [slot.request for slot in new if slot.request is not None]
         outputs = [slot.output for slot in new]

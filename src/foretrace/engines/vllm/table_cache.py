@@ -100,7 +100,8 @@ class TableCache:
         """
         if params.horizon is not None and params.horizon > self.horizon:
             raise InvalidInputError(
-                f"The horizon on this server is at most {self.horizon} tokens, not {params.horizon}."
+                f"The horizon of this server is at most {self.horizon} tokens, not "
+                f"{params.horizon}."
             )
         return [self._key(goal.expression.normalized()) for goal in params.goals]
 
