@@ -23,7 +23,7 @@ REFUSED = {401, 403}
 
 
 def perspective_judge(attribute: str = "TOXICITY", requests_per_second: float = 1.0) -> Judge:
-    """Build a judge that asks the Perspective API.
+    """Build a judge that queries the Perspective API.
 
     The key is read from the environment variable `PERSPECTIVE_API_KEY`.
 

@@ -200,7 +200,7 @@ class HMM:
     ) -> "HMM":
         """Return a copy on another device or with another dtype.
 
-        Beliefs are never narrower than float32, whatever the dtype of the tables.
+        Beliefs are float32 or wider, independently of the dtype of the tables.
 
         Args:
             device: Device of the tables; None keeps it.

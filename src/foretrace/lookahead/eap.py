@@ -17,7 +17,7 @@ from foretrace.lookahead.tables import LOG_ZERO
 
 
 class EapKind(NamedTuple):
-    """How an EAP is computed; rows of one kind can be computed together."""
+    """The kind of an EAP computation. Rows of one kind can be computed together."""
 
     num_terms: int
     complement: bool

@@ -26,7 +26,7 @@ class BuildResult(NamedTuple):
 
     seconds: float
     error: str | None = None
-    """Why the request was refused, if it was."""
+    """The reason of a refusal; None if the tables were built."""
 
 
 Build = Callable[[dict[str, Any]], BuildResult]
