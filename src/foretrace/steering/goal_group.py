@@ -1,4 +1,4 @@
-"""Goals of one `EapKind`, whose factors are computed together even if their attributes differ."""
+"""Goals of one kind, whose factors are computed together even if their attributes differ."""
 
 from collections.abc import Sequence
 
