@@ -74,9 +74,12 @@ def surface() -> Iterator[str]:
 
 
 def public_value(module: types.ModuleType, name: str) -> Any:
-    """Return an object that a package lists; `foretrace.distill` is the function."""
+    """Return an object that a package lists; the callable package `distill` is its function."""
     lazy = module.__name__ == "foretrace"  # where Python may have bound the name to a package
-    return module.__getattr__(name) if lazy else getattr(module, name)
+    value = module.__getattr__(name) if lazy else getattr(module, name)
+    if inspect.ismodule(value) and callable(value):
+        return getattr(import_module(f"{value.__name__}.run"), name)
+    return value
 
 
 def packages() -> list[str]:
