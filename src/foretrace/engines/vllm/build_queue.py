@@ -6,11 +6,11 @@ refused, with the number of seconds after which to try again.
 """
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
+from time import monotonic
 from typing import Any, NamedTuple
 
 from foretrace.errors import InvalidInputError
@@ -49,10 +49,10 @@ class _Client:
     def __init__(self) -> None:
         self.waiting = 0
         self.turn = asyncio.Lock()
-        self._seconds, self._at = SAVED_SECONDS, time.monotonic()
+        self._seconds, self._at = SAVED_SECONDS, monotonic()
 
     def balance(self) -> float:
-        now = time.monotonic()
+        now = monotonic()
         self._seconds = min(SAVED_SECONDS, self._seconds + SHARE * (now - self._at))
         self._at = now
         return self._seconds
