@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 # Read when huggingface_hub is imported. No test needs the hub, and without a network every
 # attempt to reach it is repeated for seconds.
@@ -12,6 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from smollm2 import UnavailableError, find_smollm2, has_fast_bfloat16, link_as_float32
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
+
+# Hypothesis' default deadline of 200 ms per example fails on a machine that others use.
+hypothesis_settings.register_profile("shared machine", deadline=None)
+hypothesis_settings.load_profile("shared machine")
 
 
 @pytest.hookimpl(tryfirst=True)
