@@ -83,14 +83,17 @@ def wait_for(process: "subprocess.Popen[bytes]", address: str) -> None:
 
 
 def ask_all(
-    address: str, requests: Sequence[Mapping[str, Any]], concurrency: int = 1000
+    address: str,
+    requests: Sequence[Mapping[str, Any]],
+    concurrency: int = 1000,
+    retries: int = 0,
 ) -> list[Any]:
     """Send completion requests concurrently with the OpenAI SDK; return answers or exceptions."""
-    return asyncio.run(_ask_all(address, requests, concurrency))
+    return asyncio.run(_ask_all(address, requests, concurrency, retries))
 
 
 async def _ask_all(
-    address: str, requests: Sequence[Mapping[str, Any]], concurrency: int
+    address: str, requests: Sequence[Mapping[str, Any]], concurrency: int, retries: int
 ) -> list[Any]:
     import httpx
     from openai import AsyncOpenAI
@@ -98,7 +101,7 @@ async def _ask_all(
     limits = httpx.Limits(max_connections=concurrency)
     http = httpx.AsyncClient(limits=limits, timeout=600)
     async with AsyncOpenAI(
-        base_url=f"{address}/v1", api_key=API_KEY, max_retries=0, http_client=http
+        base_url=f"{address}/v1", api_key=API_KEY, max_retries=retries, http_client=http
     ) as client:
         semaphore = asyncio.Semaphore(concurrency)
 

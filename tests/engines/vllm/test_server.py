@@ -254,7 +254,7 @@ def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
         }
         steer = goal if numbers.random() < 0.8 else None
         requests.append(completion(prompt, steer, max_tokens=numbers.randrange(24, 64)))
-    together = [_tokens(answer) for answer in ask_all(address, requests)]
+    together = [_tokens(answer) for answer in ask_all(address, requests, retries=20)]
     with urllib.request.urlopen(f"{address}/metrics") as page:
         lines = page.read().decode().splitlines()
     preempted = [line for line in lines if line.startswith("vllm:num_preemptions_total")]
