@@ -118,9 +118,9 @@ class SteeringCore:
 
     def open(self, slot: Slot, *, resumed: bool) -> Slot | None:
         """Load the goals of a request that enters the batch; return None if it has none."""
-        if parse(slot.params.extra_args) is None:
-            return None
         self.load(slot)
+        if slot.request is None and not slot.failed:
+            return None
         if not resumed and not slot.failed:
             prometheus.REQUESTS.inc()
         return slot
@@ -134,10 +134,11 @@ class SteeringCore:
             prometheus.FAILED.inc()
             slot.failed = True
 
-    def _request(self, slot: Slot) -> Request:
+    def _request(self, slot: Slot) -> Request | None:
         params, extra_args = slot.params, slot.params.extra_args or {}
         steering_params = parse(extra_args)
-        assert steering_params is not None
+        if steering_params is None:
+            return None
         keys = extra_args.get(TABLES) or self.cache.admit(steering_params)
         # A server's decoding process never builds: that would hold up the whole batch.
         build = not extra_args.get(LEASED, False)
