@@ -68,7 +68,13 @@ def test_distill_under_torchrun(tiny_lm: Path, tmp_path: Path) -> None:
 def test_unknown_model_is_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": ""}
-    failed = run("no/such-model", "--out", str(tmp_path / "hmm"), **hub)
+    # The hub's client reads these variables when it is imported: a fork has imported it already.
+    failed = subprocess.run(
+        [sys.executable, "-m", "foretrace", "distill", "no/such-model", "--out", tmp_path / "hmm"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", **hub},
+    )
     assert failed.returncode == 1
     assert "http://127.0.0.1:9 cannot be reached" in failed.stderr
     assert "Retrying" not in failed.stderr  # the hub's client would wait for a minute

@@ -202,7 +202,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     make("dense", torch.float32).save_pretrained(tmp_path)
     with pytest.raises(TokenizerMismatchError, match="another tokenizer") as raised:
         HMM.from_pretrained(tmp_path, tokenizer_fingerprint="sha256:other")
-    assert "make it anew" in str(raised.value)
+    assert "make it again" in str(raised.value)
 
 
 def test_unknown_keys_in_the_config_warn(tmp_path: Path) -> None:
