@@ -35,38 +35,44 @@ def test_a_client_has_a_bounded_number_of_builds_waiting(monkeypatch: pytest.Mon
     assert all(isinstance(error, TooManyBuildsError) for error in refused)
 
 
-def test_a_client_may_use_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_queue, "SAVED_SECONDS", 0.25)
+def test_a_client_above_its_share_waits_and_slows_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build_queue, "SAVED_SECONDS", 0.1)
+
+    async def main() -> tuple[float, float]:
+        queue, began = BuildQueue(lambda params: BuildResult(0.1)), time.monotonic()
+        greedy = asyncio.create_task(_attempts(queue, "greedy", 5, 0.0))
+        await asyncio.sleep(0.05)
+        await queue.build("modest", ["other"], {})
+        modest = time.monotonic() - began
+        assert await greedy == [None] * 5
+        return time.monotonic() - began, modest
+
+    greedy, modest = asyncio.run(main())
+    # The first build uses what was saved. The others cost 0.1 s each, at half of the time.
+    assert greedy >= 3 * 0.1 / build_queue.SHARE
+    assert modest < greedy
+
+
+def test_a_request_that_would_wait_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_queue, "monotonic", lambda: 0.0)  # no time is saved up meanwhile
 
-    async def main() -> tuple[int, TooManyBuildsError]:
-        queue = BuildQueue(_wait)
-        for i in range(100):
-            try:
-                await queue.build("greedy", [str(i)], {"seconds": 0.0625})
-            except TooManyBuildsError as error:
-                await queue.build("modest", ["other"], {"seconds": 0.0})  # is not affected
-                return i, error
-        raise AssertionError("the client was not slowed")
+    async def main() -> TooManyBuildsError:
+        queue = BuildQueue(lambda params: BuildResult(11.0))
+        await queue.build("greedy", ["first"], {})
+        waiting = asyncio.create_task(queue.build("greedy", ["second"], {}))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyBuildsError) as refused:
+            await queue.build("greedy", ["third"], {})
+        await queue.build("modest", ["other"], {})  # is not affected
+        waiting.cancel()
+        return refused.value
 
-    built, error = asyncio.run(main())
-    assert built == 4
-    assert error.retry_after >= 1
-    assert "Try again in" in str(error)
-
-
-def test_a_burst_is_queued_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a burst wait; those whose turn comes after the time is used up are refused."""
-    monkeypatch.setattr(build_queue, "SAVED_SECONDS", 0.125)
-    monkeypatch.setattr(build_queue, "monotonic", lambda: 0.0)
-
-    async def main() -> list[BaseException | None]:
-        return await _attempts(BuildQueue(_wait), "gateway", 20, 0.03125)
-
-    results = asyncio.run(main())
-    built = sum(result is None for result in results)
-    assert built == 4
-    assert sum(isinstance(result, TooManyBuildsError) for result in results) == 20 - built
+    error = asyncio.run(main())
+    # 1 s is owed and one build of 11 s waits: 24 s at half of the time, 19 more than allowed.
+    assert error.retry_after == 19
+    assert "Try again in 19 s" in str(error)
 
 
 def test_clients_take_turns() -> None:
@@ -121,10 +127,10 @@ def test_a_refusal_reaches_everybody_who_waits_and_costs_its_time() -> None:
 
     async def main() -> None:
         queue = BuildQueue(refuse)
-        for expected in (*[InvalidInputError] * 4, TooManyBuildsError):
-            calls = [queue.build("client", ["a"], {}) for _ in range(2)]
-            errors = await asyncio.gather(*calls, return_exceptions=True)
-            assert [type(error) for error in errors] == [expected] * 2
+        calls = [queue.build("client", ["a"], {}) for _ in range(2)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in errors] == [InvalidInputError] * 2
+        assert queue._account("client").balance() < build_queue.SAVED_SECONDS - 2
 
     asyncio.run(main())
 

@@ -1,8 +1,8 @@
 """The queue of table builds, with limits per client.
 
 Tables are built one at a time, and clients take turns. A token bucket limits a client to a share of
-the build time, and the number of builds in the queue is bounded. A request above the limits is
-refused, with the number of seconds after which to try again.
+the builder's CPU time: above it, its builds wait. A request that would wait too long, or that finds
+too many builds in the queue, is refused, with the number of seconds after which to try again.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from foretrace.errors import InvalidInputError
 
 MAX_WAITING_PER_CLIENT, MAX_WAITING = 512, 2_048
-SHARE = 0.5  # of the builder's time that one client may use
+SHARE = 0.5  # of the builder's CPU time that one client may use
 SAVED_SECONDS = 10.0  # of building that a client may use at once
+MAX_WAIT = 5.0  # seconds that a build may wait for its client's share
 MAX_CLIENTS = 4_096  # whose use is remembered
 
 
@@ -25,6 +26,7 @@ class BuildResult(NamedTuple):
     """The result of a build."""
 
     seconds: float
+    """CPU time of the build: other processes of the machine do not count."""
     error: str | None = None
     """The reason of a refusal; None if the tables were built."""
 
@@ -50,6 +52,7 @@ class _Client:
         self.waiting = 0
         self.turn = asyncio.Lock()
         self._seconds, self._at = SAVED_SECONDS, monotonic()
+        self._last_build = 0.0
 
     def balance(self) -> float:
         now = monotonic()
@@ -58,12 +61,16 @@ class _Client:
         return self._seconds
 
     def charge(self, seconds: float) -> None:
-        self._seconds = self.balance() - seconds
+        self._seconds, self._last_build = self.balance() - seconds, seconds
 
-    def check(self) -> None:
-        """Raise if the client has used up its time."""
-        if (balance := self.balance()) <= 0:
-            raise TooManyBuildsError(-balance / SHARE)
+    def expected_wait(self) -> float:
+        """Return the seconds until one more build is within the share, if all are like the last."""
+        return max(0.0, self.waiting * self._last_build - self.balance()) / SHARE
+
+    async def wait_for_share(self) -> None:
+        """Wait until the client has build time left."""
+        while (balance := self.balance()) <= 0:
+            await asyncio.sleep(0.001 - balance / SHARE)
 
 
 class BuildQueue:
@@ -92,9 +99,10 @@ class BuildQueue:
         key = tuple(keys)
         if key not in self._running:
             account = self._account(client)
-            account.check()
             if account.waiting >= MAX_WAITING_PER_CLIENT or len(self._running) >= MAX_WAITING:
                 raise TooManyBuildsError(SAVED_SECONDS)
+            if (wait := account.expected_wait()) > MAX_WAIT:
+                raise TooManyBuildsError(wait - MAX_WAIT)
             account.waiting += 1
             task = asyncio.create_task(self._run(account, params))
             self._running[key] = task
@@ -116,10 +124,11 @@ class BuildQueue:
         return account
 
     async def _run(self, account: _Client, params: dict[str, Any]) -> None:
-        async with account.turn, self._turn:  # clients take turns
-            account.check()  # others of its requests may have used its time meanwhile
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._thread, self._build, params)
+        async with account.turn:  # clients take turns
+            await account.wait_for_share()
+            async with self._turn:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._thread, self._build, params)
             account.charge(result.seconds)
         if result.error is not None:
             raise InvalidInputError(result.error)

@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 from threading import Lock
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import IO, TYPE_CHECKING, Any
 
 from foretrace._hardware import available_cores
@@ -114,9 +114,9 @@ def main() -> None:
     cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
     cache.load_tokenizer()
     for line in sys.stdin.buffer:
-        began = perf_counter()
+        began = process_time()
         error = _build(cache, json.loads(line))
-        answer = BuildResult(perf_counter() - began, error)._asdict()
+        answer = BuildResult(process_time() - began, error)._asdict()
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
