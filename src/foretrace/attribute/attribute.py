@@ -1,9 +1,9 @@
 """The attribute: a frozen classifier whose probability is a signed sum of products of weights."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import exp, isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +16,7 @@ from foretrace.attribute import storage
 from foretrace.attribute.automata.substring import substring_dfa
 from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
 from foretrace.attribute.terms import Terms
 from foretrace.attribute.texts import Mask, Text, Texts, flatten
@@ -37,17 +38,24 @@ class TokenEffect(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """A classifier of token sequences: p(s | x) = sum_k c_k prod_i w_k(x_i), section 4.3.
+    """A classifier of token sequences, of one of two forms, or a conjunction of both.
 
-    Attributes are combined by `&` (the product a * b), `|` (a + b - a * b) and `~` (1 - a). They
-    count as independent given the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0.
+    A sum of products of token weights, p(s | x) = sum_k c_k prod_i w_k(x_i), section 4.3: what a
+    text must avoid. Or evidence, p(s | x) = sigma(bias + sum_i v(x_i)), with rewards v of either
+    sign: what speaks for and against.
 
-    An attribute is made by `fit`, `fit_each`, `from_weights`, `occurrence` or `load`. It is
-    immutable.
+    Attributes are combined by `&` (the product a * b), `|` (a + b - a * b), `~` (1 - a) and `**`
+    (a to the power of k: k independent readers would all agree). They count as independent given
+    the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0. Evidence cannot be an
+    operand of `|`, because its sum with another classifier is no product.
+
+    An attribute is made by `fit`, `fit_each`, `from_weights`, `from_rewards`, `occurrence` or
+    `load`. It is immutable.
 
     Attributes:
         terms: The coefficients c_k and the log-weights log w_k.
-        config: The name, the vocabulary and the record of the fit.
+        config: The name, the vocabulary, the record of the fit and the strength of each level.
+        evidence: The evidence of each operand that has some.
 
     Example:
         >>> polite = ft.Attribute.from_weights([1.0, 0.5, 0.9], name="polite")
@@ -59,6 +67,7 @@ class Attribute:
 
     terms: Terms
     config: AttributeConfig = field(default_factory=AttributeConfig)
+    evidence: tuple[Evidence, ...] = ()
     _complement: "Attribute | None" = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -198,11 +207,51 @@ class Attribute:
             >>> ft.Attribute.from_weights(torch.tensor([1.0, 0.25])).probability([[1], [0, 0]])
             tensor([0.2500, 1.0000], dtype=torch.float64)
         """
-        values = _weight_tensor(weights)
+        values = _number_tensor(
+            "Weights", weights, "a number in [0, 1]", lambda values: (values >= 0) & (values <= 1)
+        )
         tokens = (values < 1).nonzero()[:, 0]
         one = torch.ones(1, dtype=torch.float64)
         config = AttributeConfig(name, len(values), tokenizer_fingerprint)
         return cls(Terms(one, tokens.to(torch.int32), values[tokens].log()[None]), config)
+
+    @classmethod
+    def from_rewards(
+        cls,
+        rewards: Sequence[float] | NDArray[Any] | Tensor,
+        *,
+        bias: float = 0.0,
+        once: bool = True,
+        name: str = "attribute",
+        tokenizer_fingerprint: str | None = None,
+    ) -> Self:
+        """Make an attribute from one reward per token: sigma(bias + sum of rewards).
+
+        Args:
+            rewards: A finite number for each token of the vocabulary: (V,), as a list, an array or
+                a tensor.
+            bias: The log-odds of a text without rewards.
+            once: Whether a token counts once per text, however often it occurs. Otherwise, steering
+                toward the attribute rewards every repetition.
+            name: The name of the attribute.
+            tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
+
+        Returns:
+            The attribute.
+
+        Raises:
+            InvalidInputError: If the rewards are not one-dimensional or not finite.
+
+        Example:
+            >>> kind = ft.Attribute.from_rewards([0.0, 2.0, -1.0])
+            >>> kind.probability([[0], [1, 1, 0], [1, 2, 2]])
+            tensor([0.5000, 0.8808, 0.7311], dtype=torch.float64)
+        """
+        values = _number_tensor("Rewards", rewards, "a finite number", torch.isfinite)
+        tokens = values.nonzero()[:, 0]
+        evidence = Evidence(float(bias), tokens.to(torch.int32), values[tokens], once)
+        config = AttributeConfig(name, len(values), tokenizer_fingerprint)
+        return cls(Terms.one(), config, (evidence,))
 
     @classmethod
     def occurrence(
@@ -263,19 +312,25 @@ class Attribute:
             >>> attribute.renamed("friendly").name
             'friendly'
         """
-        return Attribute(self.terms, replace(self.config, name=name))
+        return Attribute(self.terms, replace(self.config, name=name), self.evidence)
 
     def __and__(self, other: "Attribute") -> "Attribute":
         """Return the conjunction: the product of both probabilities."""
         if not isinstance(other, Attribute):
             return NotImplemented
         config = self.config.combined("&", other.config)
-        return Attribute(self.terms.times(other.terms), config)
+        return Attribute(self.terms.times(other.terms), config, self.evidence + other.evidence)
 
     def __or__(self, other: "Attribute") -> "Attribute":
         """Return the disjunction: a + b - a * b."""
         if not isinstance(other, Attribute):
             return NotImplemented
+        for operand in (self, other):
+            if operand.evidence:
+                raise InvalidInputError(
+                    f"{operand.name} is evidence, which | cannot combine: a + b - a * b of it is no "
+                    f"sum of products of token weights. Use &, or fit both as one attribute."
+                )
         config = self.config.combined("|", other.config)
         return Attribute(self.terms.either(other.terms), config)
 
@@ -283,11 +338,51 @@ class Attribute:
         """Return the complement: 1 - a. `~~a` is `a`."""
         if self._complement is None:
             config = replace(self.config, name=f"~{self.name}", fit={})
-            complement = Attribute(self.terms.negated(), config)
+            complement = Attribute(*self._negated(config))
             for one, other in ((self, complement), (complement, self)):
                 object.__setattr__(one, "_complement", other)  # a cache: no value changes
             return complement
         return self._complement
+
+    def _negated(
+        self, config: AttributeConfig
+    ) -> tuple[Terms, AttributeConfig, tuple[Evidence, ...]]:
+        """Return the fields of the complement."""
+        if not self.evidence:
+            return self.terms.negated(), config, ()
+        is_constant = self.terms.is_product and not len(self.terms.tokens)
+        if len(self.evidence) > 1 or not is_constant or self.terms.automaton is not None:
+            raise InvalidInputError(
+                f"{self.name} is a conjunction with evidence, and its negation is no sum of "
+                f"products. Negate single attributes: ~a & ~b."
+            )
+        return self.terms, config, (self.evidence[0].negated(),)
+
+    @property
+    def has_power(self) -> bool:
+        """Whether `**` applies: the attribute is a product, evidence, or a conjunction of them."""
+        return self.terms.is_product
+
+    def __pow__(self, exponent: float) -> "Attribute":
+        """Return the power: k independent readers would all agree. Evidence is multiplied by k."""
+        if not isinstance(exponent, int | float):
+            return NotImplemented
+        if not (isfinite(exponent) and exponent > 0):
+            raise InvalidInputError(
+                f"A strength must be a finite number above 0, not {exponent}. To steer away from "
+                f"an attribute, negate it: ~{self.name}."
+            )
+        if exponent == 1:
+            return self
+        if not self.has_power:
+            raise InvalidInputError(
+                f"{self.name} is a sum of {len(self.terms)} products, and has no strength other "
+                f"than 1: only powers of a single product are exact. Fit it as evidence, or leave "
+                f"strength and level out."
+            )
+        config = replace(self.config, name=f"{self.name} ** {exponent:g}", fit={}, levels={})
+        evidence = tuple(one.scaled(exponent) for one in self.evidence)
+        return Attribute(self.terms.power(exponent), config, evidence)
 
     def probability(self, tokens: Text | Texts, mask: Mask | None = None) -> Tensor:
         """Compute p(s | x) of one text or of several.
@@ -313,7 +408,10 @@ class Attribute:
         """
         ids, text_index, shape = flatten(tokens, mask)
         sums = self.terms.sums(ids, text_index, prod(shape))
-        probabilities = self.terms.probability(sums).reshape(shape)
+        probabilities = self.terms.probability(sums)
+        for evidence in self.evidence:
+            probabilities *= evidence.log_odds(ids, text_index, prod(shape)).sigmoid()
+        probabilities = probabilities.reshape(shape)
         return probabilities.to(tokens.device) if isinstance(tokens, Tensor) else probabilities
 
     def top_tokens(self, count: int = 20) -> list[TokenEffect]:
@@ -330,10 +428,16 @@ class Attribute:
             >>> ft.Attribute.from_weights([1.0, 0.5, 0.9]).top_tokens(1)
             [TokenEffect(token=1, probability=0.5)]
         """
-        alone = self.terms.probability(self.terms.log_weights.T)
-        empty = self.terms.probability(torch.zeros(1, len(self.terms)))
+        tokens = torch.unique(torch.cat([self.terms.tokens, *(e.tokens for e in self.evidence)]))
+        terms, no_automaton = self.terms, replace(self.terms, automaton=None)
+        alone = terms.probability(no_automaton.weights(tokens).log().T)
+        empty = terms.probability(torch.zeros(1, len(terms)))
+        for evidence in self.evidence:
+            index = torch.arange(len(tokens))
+            alone *= evidence.log_odds(tokens, index, len(tokens)).sigmoid()
+            empty *= 1 / (1 + exp(-evidence.bias))
         order = (alone - empty).abs().argsort(descending=True, stable=True)[:count]
-        return [TokenEffect(int(self.terms.tokens[i]), float(alone[i])) for i in order]
+        return [TokenEffect(int(tokens[i]), float(alone[i])) for i in order]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the attribute as one safetensors file, with its config in the header.
@@ -347,7 +451,7 @@ class Attribute:
         Example:
             >>> attribute.save(folder / "nontoxic.safetensors")
         """
-        storage.write(Path(path), self.terms, self.config)
+        storage.write(Path(path), storage.Stored(self.terms, self.config, self.evidence))
 
     @classmethod
     def load(
@@ -371,31 +475,33 @@ class Attribute:
             >>> ft.Attribute.load(folder / "nontoxic.safetensors").name
             'nontoxic'
         """
-        terms, config = storage.read(Path(path))
+        terms, config, evidence = storage.read(Path(path))
         require_same_fingerprint(
             f"The attribute '{config.name}'", config.tokenizer_fingerprint, tokenizer_fingerprint
         )
-        return cls(terms, config)
+        return cls(terms, config, evidence)
 
 
-def _weight_tensor(weights: Any) -> Tensor:
-    """Return weights as a tensor on the CPU, in float32 or float64; check shape and range."""
+def _number_tensor(
+    subject: str, numbers: Any, expected: str, is_valid: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return numbers as a tensor on the CPU, in float32 or float64; check shape and range."""
     problem = "they are not numbers"
     try:
         # Python's floats have the precision of float64; a tensor or an array keeps its type.
-        values = weights if isinstance(weights, Tensor) else torch.tensor(np.asarray(weights))
+        values = numbers if isinstance(numbers, Tensor) else torch.tensor(np.asarray(numbers))
         values = values.detach().cpu()
         if not values.is_complex():
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             if values.dim() != 1:
                 problem = f"they have the shape {tuple(values.shape)}"
-            elif bool(((values >= 0) & (values <= 1)).all()):
+            elif bool(is_valid(values).all()):
                 return values
             else:
-                problem = "some are outside [0, 1]"
+                problem = f"some are not {expected}"
     except (TypeError, ValueError, RuntimeError):
         pass
     raise InvalidInputError(
-        f"Weights must be a tensor, array or list of shape (V,), with a number in [0, 1] for each "
-        f"token, but {problem}."
+        f"{subject} must be a tensor, array or list of shape (V,), with {expected} for each token, "
+        f"but {problem}."
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from operator import index
 from typing import Any
 
@@ -22,6 +23,8 @@ class AttributeConfig:
             `foretrace.fingerprint` returns it; None if unknown.
         fit: The settings, the data and the held-out metrics of the fit, as JSON values. Empty
             if the attribute was not fitted.
+        levels: The strength of each level, such as {"mild": 2.0, "medium": 5.0}, as
+            `foretrace calibrate` finds them. Empty if the attribute was not calibrated.
 
     Example:
         >>> from foretrace.attribute import AttributeConfig
@@ -33,6 +36,7 @@ class AttributeConfig:
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_text("name", self.name)
@@ -45,6 +49,7 @@ class AttributeConfig:
                 f"`fit` must be a dictionary of JSON values, not {type(self.fit).__name__}."
             )
         _require_shallow(self.fit)
+        _require_levels(self.levels)
 
     def combined(self, operator: str, other: "AttributeConfig") -> "AttributeConfig":
         """Return the config of `self operator other`; refuse different vocabularies."""
@@ -89,6 +94,21 @@ def _checked_size(value: Any) -> int:
     if size < 0 or isinstance(value, bool):
         raise InvalidInputError(f"`vocab_size` must be an integer of 0 or more, not {value!r:.40}.")
     return size
+
+
+def _require_levels(levels: object) -> None:
+    """Raise unless a value maps names to finite numbers above 0."""
+    valid = isinstance(levels, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(strength, int | float)
+        and not isinstance(strength, bool)
+        and 0 < strength < inf
+        for name, strength in levels.items()
+    )
+    if not valid:
+        raise InvalidInputError(
+            f"`levels` must map names to strengths above 0, not {str(levels)[:40]!r}."
+        )
 
 
 def _require_shallow(fit: Mapping[str, Any]) -> None:

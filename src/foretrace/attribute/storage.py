@@ -12,11 +12,13 @@ from foretrace import _io
 from foretrace.attribute.automata.dfa import DFA
 from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError
 
-# Version 2 adds the automaton. A reader of version 1 would ignore it, and must refuse the file.
-WITHOUT_AUTOMATON, WITH_AUTOMATON = 1, 2
+# Version 2 adds the automaton, version 3 evidence. A reader of an earlier version would ignore
+# them, and must refuse the file.
+PLAIN, WITH_AUTOMATON, WITH_EVIDENCE = VERSIONS = 1, 2, 3
 HEADER_KEY = "foretrace_attribute"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -27,16 +29,18 @@ class Stored(NamedTuple):
 
     terms: Terms
     config: AttributeConfig
+    evidence: tuple[Evidence, ...] = ()
 
 
-def write(path: Path, terms: Terms, config: AttributeConfig) -> None:
+def write(path: Path, stored: Stored) -> None:
     """Write the file atomically."""
+    terms, config, evidence = stored
     tensors = {
         "coefficients": terms.coefficients,
         "tokens": terms.tokens,
         "log_weights": terms.log_weights,
     }
-    version = WITHOUT_AUTOMATON
+    version = PLAIN
     if terms.automaton is not None:
         version, dfa = WITH_AUTOMATON, terms.automaton.dfa
         tensors |= {
@@ -44,6 +48,15 @@ def write(path: Path, terms: Terms, config: AttributeConfig) -> None:
             "automaton_classes": dfa.classes,
             "automaton_moves": dfa.transitions,
             "finals": terms.automaton.final_weights,
+        }
+    if evidence:
+        version = WITH_EVIDENCE
+        tensors |= {
+            "evidence_bias": torch.tensor([one.bias for one in evidence], dtype=torch.float64),
+            "evidence_once": torch.tensor([one.once for one in evidence], dtype=torch.uint8),
+            "evidence_sizes": torch.tensor([len(one.tokens) for one in evidence]),
+            "evidence_tokens": torch.cat([one.tokens for one in evidence]),
+            "evidence_rewards": torch.cat([one.rewards for one in evidence]),
         }
     header = {"format_version": version, **asdict(config)}
     _io.write_tensors(path, tensors, {HEADER_KEY: _io.to_json(path, header)})
@@ -59,18 +72,37 @@ def read(path: Path) -> Stored:
     version, config = _read_header(metadata.get(HEADER_KEY, ""), path)
     none = torch.zeros(0)
     shape = tensors.get("coefficients", none).numel(), tensors.get("tokens", none).numel()
+    has_automaton = version == WITH_AUTOMATON or "automaton_tokens" in tensors
     try:
         terms = Terms(
             _floats(tensors, "coefficients", shape[:1], path).to(torch.float64, copy=True),
             _integers(tensors, "tokens", shape[1:], path),
             # A copy: thousands of small memory-mapped files would cost more than they save.
             _floats(tensors, "log_weights", shape, path).clone(),
-            None if version == WITHOUT_AUTOMATON else _automaton(tensors, shape[0], path),
+            _automaton(tensors, shape[0], path) if has_automaton else None,
         )
         terms.check_probability()
+        evidence = _evidence(tensors, path) if version == WITH_EVIDENCE else ()
     except InvalidInputError as error:
         raise _damaged(path, error) from error
-    return Stored(terms, config)
+    return Stored(terms, config, evidence)
+
+
+def _evidence(tensors: dict[str, Tensor], path: Path) -> tuple[Evidence, ...]:
+    none = torch.zeros(0)
+    count = tensors.get("evidence_bias", none).numel()
+    total = tensors.get("evidence_tokens", none).numel()
+    bias = _floats(tensors, "evidence_bias", (count,), path).tolist()
+    once = _integers(tensors, "evidence_once", (count,), path).tolist()
+    sizes = _integers(tensors, "evidence_sizes", (count,), path).tolist()
+    tokens = _integers(tensors, "evidence_tokens", (total,), path)
+    rewards = _floats(tensors, "evidence_rewards", (total,), path).clone()
+    if min(sizes, default=0) < 0 or sum(sizes) != total:
+        raise _damaged(path, "the sizes of evidence do not add up to its tokens")
+    fields = zip(
+        bias, torch.split(tokens, sizes), torch.split(rewards, sizes), map(bool, once), strict=True
+    )
+    return tuple(Evidence(*values) for values in fields)
 
 
 def _automaton(tensors: dict[str, Tensor], num_terms: int, path: Path) -> WeightedAutomaton:
@@ -124,11 +156,11 @@ def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
         raise InvalidFileError(
             f"{path} is not an attribute. Pass a file that `foretrace fit` or Attribute.save wrote."
         ) from None
-    if version not in (WITHOUT_AUTOMATON, WITH_AUTOMATON):
+    if version not in VERSIONS:
         shown = version if isinstance(version, int) else f"of type {type(version).__name__}"
         raise InvalidFileError(
-            f"{path} has format version {shown}, but this foretrace reads {WITHOUT_AUTOMATON} "
-            f"and {WITH_AUTOMATON}. Upgrade foretrace, or fit the attribute again."
+            f"{path} has format version {shown}, but this foretrace reads versions up to "
+            f"{VERSIONS[-1]}. Upgrade foretrace, or fit the attribute again."
         )
     field_names = {entry.name for entry in fields(AttributeConfig)}
     try:

@@ -1,8 +1,9 @@
 """Signed sums of products of token weights: the algebra of attributes.
 
 p(x) = sum over k of c_k times the product over i of w_k(x_i), times the weight of the state in
-which an automaton ends after reading x. Only tokens with a weight below 1 in some term are stored.
-Weights are stored as logarithms, so that products are sums.
+which an automaton ends after reading x. Only tokens with a weight other than 1 in some term are
+stored. Weights are stored as logarithms, so that products are sums. The weights of a classifier are
+at most 1; steering also uses a single product with larger weights, for rewards.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,11 @@ VALUES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """K products of token weights, over the M tokens with a weight below 1 in any of them."""
+    """K products of token weights, over the M tokens with a weight other than 1 in any of them."""
 
     coefficients: Tensor  # (K,) float64
     tokens: Tensor  # (M,) int32, ascending
-    log_weights: Tensor  # (K, M), at most 0
+    log_weights: Tensor  # (K, M); at most 0 in a classifier
     automaton: WeightedAutomaton | None = None
 
     def __post_init__(self) -> None:
@@ -40,8 +41,8 @@ class Terms:
                 "An attribute needs distinct token ids in ascending order, and a log-weight for "
                 "every term and token."
             )
-        if not bool((self.log_weights <= 0).all()) or not bool(self.coefficients.isfinite().all()):
-            raise InvalidInputError("Weights must be in [0, 1], and coefficients must be finite.")
+        if not bool((self.log_weights < torch.inf).all() & self.coefficients.isfinite().all()):
+            raise InvalidInputError("Weights and coefficients must be finite numbers.")
         if self.automaton is not None and len(self.automaton.final_weights) != len(self):
             raise InvalidInputError("Every term needs final weights of the automaton's states.")
 
@@ -58,6 +59,11 @@ class Terms:
     def signed(self) -> bool:
         """Return whether some coefficient is negative, so that terms may cancel."""
         return bool((self.coefficients < 0).any())
+
+    @property
+    def is_product(self) -> bool:
+        """Return whether p is one product: powers of it are exact."""
+        return len(self) == 1 and bool(self.coefficients > 0)
 
     @property
     def num_states(self) -> int:
@@ -100,6 +106,25 @@ class Terms:
         """Return the terms of p + q - p * q."""
         _check_num_terms(len(self) + len(other) + len(self) * len(other))
         return self._add(other)._add(self.times(other), -1.0)
+
+    def power(self, exponent: float) -> Self:
+        """Return the terms of p ** exponent, of one product."""
+        assert self.is_product
+        automaton = self.automaton
+        if automaton is not None:
+            automaton = replace(automaton, final_weights=automaton.final_weights**exponent)
+        return replace(
+            self,
+            coefficients=self.coefficients**exponent,
+            log_weights=self.log_weights.double() * exponent,
+            automaton=automaton,
+        )
+
+    def rewarded(self, tokens: Tensor, rewards: Tensor) -> Self:
+        """Return the terms of p * exp(sum of rewards): (M',) ascending ids, (M',) rewards."""
+        rewarded = replace(self.one(), tokens=tokens, log_weights=rewards.double()[None])
+        both, left, right = self._aligned(rewarded)
+        return replace(self, tokens=both, log_weights=left + right)
 
     def _add(self, other: Self, factor: float = 1.0) -> Self:
         """Return the terms of p + factor * q."""
@@ -167,6 +192,8 @@ class Terms:
         """
         if not len(self):
             return
+        if not bool((self.log_weights <= 0).all()):
+            raise InvalidInputError("The weights of a classifier must be in [0, 1].")
         total = float(self.coefficients.abs().sum())
         if not total <= MAX_TOTAL or not bool((self.coefficients > 0).any()):
             raise InvalidInputError(

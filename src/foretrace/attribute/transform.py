@@ -62,17 +62,17 @@ def log_common(log_size: Tensor, scale: Tensor | float, shift: Tensor | float) -
 
 
 def log_transformed(
-    share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
+    log_share: Tensor, log_size: Tensor, scale: Tensor | float, shift: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log of the transform of share * exp(log_size), as two summands.
+    """Compute the log of the transform of exp(log_share + log_size), as two summands.
 
     The first summand (..., n) differs between shares, the second (n,) is common to all of them. It
-    may be so large that the first would be lost in their sum. `share` (..., n) is overwritten;
+    may be so large that the first would be lost in their sum. `log_share` (..., n) is overwritten;
     sizes, scales and shifts are (n,). log sigma(x) is computed as min(x, 0) + log sigma(|x|), which
     on CPUs is several times as fast as torch's function.
     """
-    rest = torch.addcmul(share.new_ones(()), share, -log_size.exp()).clamp_min_(0.0)  # 1 - p
-    logit = share.log_().sub_(rest.log_()).mul_(scale)
+    rest = torch.add(log_share, log_size).expm1_().neg_().clamp_min_(0.0)  # 1 - p
+    logit = log_share.sub_(rest.log_()).mul_(scale)
     offset = log_size * scale + shift
     tail = torch.add(logit, offset, out=rest).abs_().sigmoid_().log_()
     positive, common = offset.clamp_min(0.0), log_common(log_size, scale, shift)

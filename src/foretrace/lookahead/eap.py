@@ -23,6 +23,11 @@ class EapKind(NamedTuple):
     complement: bool
     """Whether tables and token weights hold 1 minus the weight; see `stores_complement`."""
 
+    @property
+    def logarithmic(self) -> bool:
+        """Return whether token weights are logarithms: those of one product may differ vastly."""
+        return self.num_terms == 1 and not self.complement
+
 
 class NextTokenJoint(NamedTuple):
     """The HMM's joint expectation of a next token and the tokens that may follow it."""
@@ -42,7 +47,7 @@ class TermWeights:
     coefficients: Tensor  # (K, n) float64
     log_past: Tensor  # (K, n) float64: sums of log-weights of the generated tokens
     token_weights: Sequence[Tensor]
-    """The token weights of each distinct attribute, (K, V), or 1 minus them."""
+    """The token weights of each distinct attribute, (K, V), in the form of `EapKind`."""
     attribute_index: Tensor  # (n,)
     """The position of each row's attribute in `token_weights`."""
 
@@ -86,40 +91,35 @@ class TermWeights:
         return (stacked @ self._one_hot).transpose(0, 1)
 
 
-class EAP(NamedTuple):
-    """An expected attribute probability, `values * exp(log_scale)`, at most 1.
+class LogEAP(NamedTuple):
+    """The logarithm of an expected attribute probability, `values + log_scale`.
 
-    All next tokens share the scale. The product itself may underflow float32.
+    All next tokens share the scale. It grows with the sequence, until their sum would lose the
+    differences between tokens.
     """
 
     values: Tensor  # (b, n)
     log_scale: Tensor  # (n,)
 
 
-def compute_eap(kind: EapKind, joint: NextTokenJoint, weights: TermWeights, block: slice) -> EAP:
+def compute_eap(kind: EapKind, joint: NextTokenJoint, weights: TermWeights, block: slice) -> LogEAP:
     """Compute the EAP of every token of a block: eq. (EAP)."""
     epsilon = inference.IMPOSSIBLE
     # Contiguous: logarithms of strided values take ten times as long.
     ratio = torch.add(joint.joint, joint.average, alpha=epsilon).contiguous()
     ratio.div_((joint.probability + epsilon).unsqueeze(1))
+    log_scale = weights.log_scale.to(ratio)
+    if kind.logarithmic:
+        log_values = ratio.clamp_min_(epsilon).log_().add_(weights.for_block(block))
+        return LogEAP(log_values[:, 0], log_scale)
     if kind.complement:  # 1 - w L = D + (1 - w) (1 - D), with D = 1 - L
         ratio.addcmul_(weights.for_block(block), 1 - ratio)
     else:
         ratio.mul_(weights.for_block(block))
-    log_scale = weights.log_scale.to(ratio)
-    if kind.num_terms == 1:
-        return EAP(ratio[:, 0].clamp_min_(epsilon), log_scale)
     values = _weighted_sum_(weights.scaled_coefficients, ratio)
     if kind.complement:  # `values` is the sum of the complements
         values = weights.coefficient_sum.to(values) - values
-    return EAP(values.clamp_min_(epsilon), log_scale)
-
-
-def mean_eap(kind: EapKind, average: Tensor, weights: TermWeights) -> Tensor:
-    """Compute the mean EAP over the next token: (K, n) averages of joints -> (n,)."""
-    products = 1 - average.double() if kind.complement else average.double()
-    scaled = weights.coefficients * weights.log_past.exp()
-    return (scaled * products).sum(0).clamp(0.0, 1.0)
+    return LogEAP(values.clamp_min_(epsilon).log_(), log_scale)
 
 
 def _weighted_sum_(coefficients: Tensor, ratio: Tensor) -> Tensor:

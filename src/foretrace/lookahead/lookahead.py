@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import Attribute
+from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
@@ -17,6 +18,8 @@ from foretrace.lookahead.device_automaton import DeviceAutomaton
 from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
 from foretrace.lookahead.tables import Tables, build_tables, stores_complement
 from foretrace.vocabulary import require_same_fingerprint
+
+MIN_LOG_WEIGHT = -1e4  # stands for log 0, in the range of float16
 
 TokenIds = Sequence[int] | NDArray[np.integer] | Tensor
 
@@ -31,14 +34,21 @@ class Lookahead:
     keeps the digits of small differences. The HMM is homogeneous, so that one table serves
     sequences of every length.
 
+    For an attribute with evidence, the weight of a token is the exponential of its reward. The EAP
+    is then the expected exponential of all rewards, which may exceed 1, instead of a probability.
+
     Attributes:
         hmm: The HMM of the language model.
         attribute: The attribute to look ahead for.
         horizon: The largest number of tokens after the next one that are taken into account.
-        terms: The attribute's terms, with end-of-text tokens at weight 1.
+        terms: The attribute's terms, with end-of-text tokens at weight 1. Evidence is included: its
+            rewards are log-weights.
         coefficients: The terms' coefficients, (K,) float64, on the HMM's device.
         tokens: The tokens with a weight other than 1, (M,), increasing.
-        token_weights: The weights of all tokens, (K, V); 1 minus the weight if `kind.complement`.
+        token_weights: The weights of all tokens, (K, V): their logarithms if `kind.logarithmic`, 1
+            minus the weight if `kind.complement`.
+        once_rewards: The rewards that count once per text, of all tokens, (V,); None if there are
+            none. The log-weights of a token that was generated before are less by its reward.
         tables: The backward tables.
         automaton: The attribute's automaton on the HMM's device; None if it has none.
         kind: How the EAP is computed.
@@ -57,11 +67,13 @@ class Lookahead:
     coefficients: Tensor
     tokens: Tensor
     token_weights: Tensor
+    once_rewards: Tensor | None
     tables: Tables
     automaton: DeviceAutomaton | None
     kind: EapKind
     _log_weights: Tensor  # (M, K) float64
     _min_tokens: int  # fewest generated tokens that can satisfy the automaton
+    _by_strength: dict[float, "Lookahead"]
 
     def __init__(
         self,
@@ -85,16 +97,12 @@ class Lookahead:
                 the HMM's vocabulary, or if its probability is 0 for every sequence.
             TokenizerMismatchError: If HMM and attribute belong to different tokenizers.
         """
-        terms = _checked_terms(hmm, attribute, horizon)
+        terms, once = _checked_terms(hmm, attribute, horizon)
         tokens = terms.tokens.to(hmm.device, torch.long)
         log_weights = terms.log_weights.double()
-        losses = (-log_weights.expm1()).to(hmm.initial)  # 1 - w, without cancellation
-        complement = stores_complement(terms)
-        token_weights = losses.new_full((len(terms), hmm.vocab_size), 0.0 if complement else 1.0)
-        token_weights[:, tokens] = losses if complement else log_weights.exp().to(losses)
+        kind = EapKind(len(terms), stores_complement(terms))
         if tables is None:
-            loss = hmm.emission.expect(losses, tokens).clamp(0.0, 1.0)  # (K, h)
-            tables = build_tables(hmm, terms, loss, horizon)
+            tables = build_tables(hmm, terms, horizon)
         weighted = terms.automaton
         automaton = None if weighted is None else DeviceAutomaton.from_weighted(weighted, hmm)
         fields = {
@@ -104,12 +112,14 @@ class Lookahead:
             "terms": terms,
             "coefficients": terms.coefficients.to(hmm.device),
             "tokens": tokens,
-            "token_weights": token_weights,
+            "token_weights": _token_weights(hmm, terms, kind),
+            "once_rewards": None if once is None else once.to(hmm.initial),
             "tables": Tables(*(tensor.to(hmm.device) for tensor in tables)),
             "automaton": automaton,
-            "kind": EapKind(len(terms), complement),
+            "kind": kind,
             "_log_weights": log_weights.T.contiguous().to(hmm.device),
             "_min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
+            "_by_strength": {},
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -120,9 +130,37 @@ class Lookahead:
     @property
     def nbytes(self) -> int:
         """The size in bytes, without the HMM."""
-        tensors = (*self.tables, self.token_weights, self.tokens, self._log_weights)
+        tensors = [*self.tables, self.token_weights, self.tokens, self._log_weights]
+        if self.once_rewards is not None:
+            tensors.append(self.once_rewards)
         automaton = 0 if self.automaton is None else self.automaton.nbytes
         return automaton + sum(tensor.nbytes for tensor in tensors)
+
+    def at_strength(self, strength: float) -> "Lookahead":
+        """Return the lookahead of the attribute's power, `attribute ** strength`.
+
+        Every strength has its own tables. They are built once, and kept as long as this object.
+
+        Args:
+            strength: The exponent; 1 returns this object.
+
+        Returns:
+            The lookahead.
+
+        Raises:
+            InvalidInputError: If the strength is not above 0, or the attribute has no powers.
+
+        Example:
+            >>> lookahead = ft.Lookahead(hmm, attribute, horizon=8)
+            >>> lookahead.at_strength(4.0).attribute.name
+            'nontoxic ** 4'
+        """
+        if strength == 1:
+            return self
+        if strength not in self._by_strength:
+            powered = Lookahead(self.hmm, self.attribute**strength, self.horizon)
+            self._by_strength[strength] = powered
+        return self._by_strength[strength]
 
     def table_for(self, remaining: int, states: Tensor | int = 0) -> Tensor:
         """Return the table values for a number of tokens to come.
@@ -188,7 +226,7 @@ class Lookahead:
                 used.
 
         Returns:
-            Probabilities of shape (V,).
+            Probabilities of shape (V,); for evidence, expected exponentials of rewards.
 
         Raises:
             InvalidInputError: If `remaining` is negative, or if the prefix is not one sequence of
@@ -226,7 +264,8 @@ class Lookahead:
             torch.zeros(1, dtype=torch.long),
         )
         eap = compute_eap(self.kind, joint, weights, slice(0, self.hmm.vocab_size))
-        return (eap.values * eap.log_scale.exp())[:, 0].clamp_max_(1.0)
+        values = (eap.values + eap.log_scale).exp_()[:, 0]
+        return values if self.attribute.evidence else values.clamp_max_(1.0)
 
     def predicted(self, prefix: TokenIds) -> Tensor:
         """Return the distribution of the HMM state that emits the next token.
@@ -265,14 +304,39 @@ def _token_ids(prefix: TokenIds, vocab_size: int) -> Tensor:
     return ids
 
 
-def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> Terms:
-    """Return the attribute's terms for the HMM's vocabulary; raise if they do not fit."""
+def _token_weights(hmm: HMM, terms: Terms, kind: EapKind) -> Tensor:
+    """Return the weights of all tokens in the form of a kind: (K, V)."""
+    log_weights = terms.log_weights.double()
+    if kind.logarithmic:
+        default, weights = 0.0, log_weights.clamp_min(MIN_LOG_WEIGHT)
+    elif kind.complement:
+        default, weights = 0.0, -log_weights.expm1()  # 1 - w, without cancellation
+    else:
+        default, weights = 1.0, log_weights.exp()
+    all_weights = hmm.initial.new_full((len(terms), hmm.vocab_size), default)
+    all_weights[:, terms.tokens.to(hmm.device, torch.long)] = weights.to(hmm.initial)
+    return all_weights
+
+
+def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms, Tensor | None]:
+    """Return the terms for the HMM's vocabulary, with evidence, and the rewards that count once.
+
+    Raise if the attribute does not fit the HMM, or cannot be steered toward.
+    """
     require_same_fingerprint(
         f"The attribute '{attribute.name}'",
         attribute.config.tokenizer_fingerprint,
         hmm.config.tokenizer_fingerprint,
     )
     terms = _neutralized(attribute, hmm)
+    evidence = [one.without(hmm.config.eos_token_ids) for one in attribute.evidence]
+    if evidence and not terms.is_product:
+        raise InvalidInputError(
+            f"{attribute.name} combines evidence with a sum of {len(terms)} products. Combine "
+            f"evidence with single products, constraints and other evidence only."
+        )
+    for one in evidence:
+        terms = terms.rewarded(one.tokens, one.rewards)
     if len(terms.tokens) and int(terms.tokens[-1]) >= hmm.vocab_size:
         raise InvalidInputError(
             f"'{attribute.name}' weighs token {int(terms.tokens[-1])}, but the HMM has a "
@@ -284,7 +348,18 @@ def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> Terms:
         raise InvalidInputError(
             f"'{attribute.name}' is never true of any text. Steering toward it is impossible."
         )
-    return terms
+    return terms, _once_rewards(evidence, hmm.vocab_size)
+
+
+def _once_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
+    """Add up the rewards that count once per text: (V,), or None if there are none."""
+    counted_once = [one for one in evidence if one.once]
+    if not counted_once:
+        return None
+    rewards = torch.zeros(vocab_size, dtype=torch.float64)
+    for one in counted_once:
+        rewards[one.tokens.long()] += one.rewards.double()
+    return rewards
 
 
 def _neutralized(attribute: Attribute, hmm: HMM) -> Terms:

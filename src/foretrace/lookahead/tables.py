@@ -1,5 +1,6 @@
 """Backward tables: the expected weight of r more tokens, for every r and every HMM state."""
 
+from math import exp
 from typing import NamedTuple
 
 import torch
@@ -42,65 +43,105 @@ def stores_complement(terms: Terms) -> bool:
     return terms.signed and terms.automaton is None
 
 
-def build_tables(hmm: HMM, terms: Terms, loss: Tensor, horizon: int) -> Tables:
-    """Run the backward recursion; `loss[z] = sum_x (1 - w(x)) emission[x, z]`: (K, h).
+def build_tables(hmm: HMM, terms: Terms, horizon: int) -> Tables:
+    """Run the backward recursion.
 
     L[0] = final; L[r, q] = transition @ (sum over q' of weight(q, q') * L[r - 1, q']), where
-    weight(q, q') is the expected weight of the tokens that move the automaton from q to q'. Without
-    an automaton it is 1 - loss. For the complement D = 1 - L,
+    weight(q, q') is the expected weight of the tokens that move the automaton from q to q'. For the
+    complement D = 1 - L and loss = 1 - weight,
     D[r, q] = transition @ (loss + sum over q' of weight(q, q') D[r - 1, q']).
     """
-    successors = _successors(hmm, terms, loss)
+    complement = stores_complement(terms)
+    token = _expected_weights(hmm, terms)
+    successors = _successors(hmm, terms, token)
     final_weights = (
         torch.ones(len(terms), 1) if terms.automaton is None else terms.automaton.final_weights
     )
-    complement, has_automaton = stores_complement(terms), terms.automaton is not None
-    first = (1 - final_weights if complement else final_weights).to(loss)
-    values = loss.new_empty(horizon + 1, *first.shape, hmm.num_states)
+    first = (1 - final_weights if complement else final_weights).to(token.weights)
+    values = first.new_empty(horizon + 1, *first.shape, hmm.num_states)
     log_scales = values.new_zeros(values.shape[:3], dtype=torch.float64)
     values[0] = first.unsqueeze(-1)
-    if has_automaton:
+    if not complement:
         _rescale_(values[0], log_scales[0])
     for remaining in range(1, horizon + 1):
-        for state, (targets, weights) in enumerate(successors):
+        for state, (targets, expected_weights) in enumerate(successors):
             scales = log_scales[remaining - 1][:, targets]  # (K, D)
             largest = scales.max(1, keepdim=True).values
             if len(targets) > 1:
-                weights = weights * (scales - largest).exp().to(weights).unsqueeze(-1)
-            expected = (weights * values[remaining - 1][:, targets]).sum(1)
-            values[remaining, :, state] = expected + loss if complement else expected
-            log_scales[remaining, :, state] = largest[:, 0]
-        values[remaining] = hmm.transition.expect(values[remaining]).clamp_(0.0, 1.0)
-        if has_automaton:
+                relative = (scales - largest).exp().to(expected_weights).unsqueeze(-1)
+                expected_weights = expected_weights * relative
+            expected = (expected_weights * values[remaining - 1][:, targets]).sum(1)
+            values[remaining, :, state] = expected + token.loss if complement else expected
+            log_scales[remaining, :, state] = largest[:, 0] + token.log_scale
+        values[remaining] = hmm.transition.expect(values[remaining]).clamp_min_(0.0)
+        if complement:
+            values[remaining].clamp_max_(1.0)
+        else:
             _rescale_(values[remaining], log_scales[remaining])
     return Tables(values, log_scales)
 
 
+class ExpectedWeights(NamedTuple):
+    """The expected weight of a token, by HMM state: `weights * exp(log_scale)`."""
+
+    weights: Tensor  # (K, h)
+    loss: Tensor  # (K, h): 1 minus it, without cancellation; used for the complement
+    log_scale: float  # the largest log-weight of a token, if it is above 0
+
+
+def _expected_weights(hmm: HMM, terms: Terms) -> ExpectedWeights:
+    """Compute the expected weight of a token in every HMM state."""
+    if stores_complement(terms):
+        tokens = terms.tokens.to(hmm.device, torch.long)
+        losses = (-terms.log_weights.double().expm1()).to(hmm.initial)  # without cancellation
+        loss = hmm.emission.expect(losses, tokens).clamp(0.0, 1.0)
+        return ExpectedWeights(1 - loss, loss, 0.0)
+    log_scale = float(terms.log_weights.max().clamp_min(0.0)) if len(terms.tokens) else 0.0
+    weights = hmm.emission.expect(*_all_weights(hmm, terms, log_scale))
+    return ExpectedWeights(weights, torch.zeros_like(weights), log_scale)
+
+
+def _all_weights(
+    hmm: HMM, terms: Terms, log_scale: float, excluded: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the scaled weights of all tokens, (K, V), and these tokens, (V,).
+
+    Sums of positive numbers keep their digits, while differences from a sum may lose all of them
+    where weights differ by orders of magnitude. Excluded tokens get weight 0.
+    """
+    log_weights = torch.zeros(len(terms), hmm.vocab_size, dtype=torch.float64)
+    log_weights[:, terms.tokens.long()] = terms.log_weights.double()
+    weights = (log_weights - log_scale).exp()
+    if excluded is not None:
+        weights[:, excluded.long()] = 0.0
+    return weights.to(hmm.initial), torch.arange(hmm.vocab_size, device=hmm.device)
+
+
 def _rescale_(values: Tensor, log_scales: Tensor) -> None:
-    """Make the largest value of every table 1: rare sequences underflow float32."""
+    """Make the largest value of every table 1: products of many weights leave float32's range."""
     largest = values.amax(-1)
     values.div_(torch.where(largest > 0, largest, 1.0).unsqueeze(-1))
     log_scales.add_(largest.double().log()).clamp_min_(LOG_ZERO)
 
 
-def _successors(hmm: HMM, terms: Terms, loss: Tensor) -> list[Successors]:
+def _successors(hmm: HMM, terms: Terms, token: ExpectedWeights) -> list[Successors]:
     """Return the successors of each automaton state; classes with one target are summed."""
-    kept = 1 - loss
     if terms.automaton is None:
-        return [Successors(torch.zeros(1, dtype=torch.long), kept.unsqueeze(1))]
-    automaton = terms.automaton.dfa
-    class_weights = kept.new_zeros(len(terms), automaton.transitions.shape[1], hmm.num_states)
-    token_weights = terms.weights(automaton.tokens).to(loss)  # (K, M)
+        return [Successors(torch.zeros(1, dtype=torch.long), token.weights.unsqueeze(1))]
+    dfa, like = terms.automaton.dfa, token.weights
+    class_weights = like.new_zeros(len(terms), dfa.transitions.shape[1], hmm.num_states)
+    others = _all_weights(hmm, terms, token.log_scale, excluded=dfa.tokens)
+    class_weights[:, 0] = hmm.emission.expect(*others)
+    token_weights = (terms.weights(dfa.tokens) / exp(token.log_scale)).to(like)  # (K, M)
     for token_class in range(1, class_weights.shape[1]):
-        mask = automaton.classes == token_class
-        tokens = automaton.tokens[mask].to(hmm.device, torch.long)
+        mask = dfa.classes == token_class
+        tokens = dfa.tokens[mask].to(hmm.device, torch.long)
         expected = hmm.emission.expect(token_weights[:, mask].contiguous(), tokens)
         class_weights[:, token_class] = expected
-    class_weights[:, 0] = (kept - class_weights[:, 1:].sum(1)).clamp_min(0.0)
     successors = []
-    for transitions in automaton.transitions.long():
+    for transitions in dfa.transitions.long():
         targets, target_index = torch.unique(transitions, return_inverse=True)
         weights = class_weights.new_zeros(len(terms), len(targets), hmm.num_states)
-        weights.index_add_(1, target_index.to(weights.device), class_weights)
+        weights.index_add_(1, target_index.to(like.device), class_weights)
         successors.append(Successors(targets, weights))
     return successors

@@ -5,6 +5,7 @@ on the HMM's device, and no step waits for the device.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.hmm.probability import transposed
-from foretrace.lookahead.eap import mean_eap
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering.constraints import ConstraintCorrection, constraint_corrections
 from foretrace.steering.goal_group import GoalGroup, group_by_kind
 from foretrace.steering.neutral_end import NeutralEnd
+from foretrace.steering.price import limit_prices_, prices
 from foretrace.steering.request import Request, padded_ends
 from foretrace.steering.state import SequenceState
 from foretrace.steering.transfer import to_device
@@ -54,8 +55,8 @@ class BatchSteering:
 
         Args:
             hmm: The HMM of all goals.
-            observe: Called at every step with the mean EAP over the next token, (n,) on the HMM's
-                device, of the goals that have no constraint.
+            observe: Called at every step with the price of every steered row: the KL divergence of
+                the steered from the bare next-token distribution in nats, (n,).
             absolute: Whether steered logits include the summand that all tokens of a row share. It
                 does not change probabilities. It grows with the sequence, until float32 cannot hold
                 it together with the language model's logits.
@@ -88,6 +89,7 @@ class BatchSteering:
                 row_predicted,
                 tuple(past + new for past, new in zip(state.log_past, row_weights, strict=True)),
                 _next_automaton_states(state, token),
+                None if state.generated is None else torch.cat([state.generated, token]),
             )
             for state, row_predicted, row_weights, token in zip(
                 states, predicted, log_weights, tokens[:, None], strict=True
@@ -132,12 +134,16 @@ class BatchSteering:
         predicted = self.hmm.initial.expand(len(requests), -1)
         for filtered in inference.scan(self.hmm, recent, mask):
             predicted = filtered.predicted
-        log_pasts, automaton_states = self._goal_states(requests, tokens, prompt_lengths, lengths)
         counts = (lengths - prompt_lengths).tolist()
+        ends = lengths.tolist()
+        generated = [
+            row[end - count : end].to(device)
+            for row, count, end in zip(tokens, counts, ends, strict=True)
+        ]
         return [
-            SequenceState(request, *fields)
-            for request, *fields in zip(
-                requests, counts, predicted, log_pasts, automaton_states, strict=True
+            SequenceState(request, count, row_predicted, *_goal_states(request, row_generated))
+            for request, count, row_predicted, row_generated in zip(
+                requests, counts, predicted, generated, strict=True
             )
         ]
 
@@ -163,26 +169,6 @@ class BatchSteering:
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         padded = pad_sequence(sequences, batch_first=True)
         return self.read(requests, padded, prompt_lengths, lengths)
-
-    def _goal_states(
-        self,
-        requests: Sequence[Request],
-        tokens: Tensor,
-        prompt_lengths: Tensor,
-        lengths: Tensor,
-    ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor | None, ...]]]:
-        """Return the sums of log-weights and the automaton states of each row's goals."""
-        log_pasts, automaton_states = [], []
-        bounds = zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)
-        for request, row, (start, end) in zip(requests, tokens, bounds, strict=True):
-            generated = row[start:end].to(self.hmm.device)
-            lookaheads = [goal.lookahead for goal in request.goals]
-            log_pasts.append(tuple(each.log_weights(generated).sum(0) for each in lookaheads))
-            automata = [lookahead.automaton for lookahead in lookaheads]
-            automaton_states.append(
-                tuple(automaton and automaton.run(generated) for automaton in automata)
-            )
-        return log_pasts, automaton_states
 
     def reweight_(self, logits: Tensor, states: Sequence[SequenceState | None]) -> Tensor:
         """Add the log-factors of the rows' goals to the language model's logits, in place.
@@ -213,10 +199,13 @@ class BatchSteering:
         groups = [
             GoalGroup(goals, predicted) for goals in group_by_kind([state for _, state in steered])
         ]
-        self._observe(groups)
         rows = to_device([row for row, _ in steered], logits.device)
+        limits = [state.request.max_price for _, state in steered]
+        needs_price = self.observe is not None or min(limits) < inf
+        bare = logits[rows] if needs_price else None
         neutral_end = _neutral_end(logits, steered)
         self._add_log_factors_(logits, rows, predicted, groups)
+        _take_back_rewards_(logits, steered)
         corrections = constraint_corrections(steered)
         bases = [correction.correct_(logits) for correction in corrections]
         if self.absolute:
@@ -225,8 +214,14 @@ class BatchSteering:
         forbidden_ends = None if neutral_end is None else neutral_end.forbidden(logits)
         if logits.shape[1] > self.hmm.vocab_size:
             logits[rows, self.hmm.vocab_size :] = -torch.inf
+        if bare is not None and min(limits) < inf:
+            limited = logits[rows]
+            limit_prices_(bare, limited, to_device(limits, logits.device))
+            logits[rows] = limited
         if neutral_end is not None and forbidden_ends is not None:
             neutral_end.restore_(logits, forbidden_ends)
+        if bare is not None and self.observe is not None:
+            self.observe(prices(bare, logits[rows]))
         return logits
 
     def _add_log_factors_(
@@ -245,14 +240,34 @@ class BatchSteering:
             else:  # several times as fast as index_add_
                 logits[:, block].index_copy_(0, rows, log_factors.add_(logits[rows, block]))
 
-    def _observe(self, groups: Sequence[GoalGroup]) -> None:
-        """Report the mean EAP of goals without a constraint; constraints are met for certain."""
-        if self.observe is None:
-            return
-        for group in groups:
-            if group.unconstrained:
-                eap = mean_eap(group.kind, group.average, group.weights)
-                self.observe(eap[to_device(group.unconstrained, eap.device)])
+
+def _goal_states(
+    request: Request, generated: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Tensor | None]:
+    """Return the log-pasts and automaton states of a request's goals after generated tokens: (n,).
+
+    The third result is the generated tokens, if the request depends on them.
+    """
+    lookaheads = [goal.lookahead for goal in request.goals]
+    log_pasts = tuple(lookahead.log_weights(generated).sum(0) for lookahead in lookaheads)
+    automata = [lookahead.automaton for lookahead in lookaheads]
+    states = tuple(automaton and automaton.run(generated) for automaton in automata)
+    return log_pasts, states, generated if request.counts_once else None
+
+
+def _take_back_rewards_(logits: Tensor, steered: Sequence[tuple[int, SequenceState]]) -> None:
+    """Subtract rewards that count once from the logits of tokens that were generated before."""
+    for row, state in steered:
+        if state.generated is None or not len(state.generated):
+            continue
+        tokens = state.generated.to(logits.device)
+        values = logits[row, tokens]
+        for goal in state.request.goals:
+            if goal.lookahead.once_rewards is not None:
+                is_known = state.generated < goal.lookahead.hmm.vocab_size
+                rewards = goal.lookahead.once_rewards[torch.where(is_known, state.generated, 0)]
+                values = values - torch.where(is_known, rewards, 0.0).to(values)
+        logits[row, tokens] = values  # a token that occurs twice is set to the same value twice
 
 
 def _neutral_end(logits: Tensor, steered: Sequence[tuple[int, SequenceState]]) -> NeutralEnd | None:

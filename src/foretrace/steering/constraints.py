@@ -170,12 +170,18 @@ class _TransitionFactors:
         ratio = joint.gather(2, index.unsqueeze(2))[:, :, 0]
         ratio = ratio.add_(self.average.gather(2, index), alpha=epsilon)
         ratio.div_((probability + epsilon).unsqueeze(1))
-        ratio.mul_(self.lookahead.token_weights[:, self.automaton.tokens[block]])
-        values = ratio.mul_(self.scaled_coefficients.gather(2, index)).sum(1).clamp_min_(epsilon)
-        log_scale = self.log_scale.gather(1, column).to(values)
+        coefficients = self.scaled_coefficients.gather(2, index)
+        token_weights = self.lookahead.token_weights[:, self.automaton.tokens[block]]
+        if self.lookahead.kind.logarithmic:
+            log_values = ratio.mul_(coefficients)[:, 0].clamp_min_(epsilon).log_() + token_weights
+        else:
+            values = ratio.mul_(token_weights).mul_(coefficients).sum(1)
+            log_values = values.clamp_min_(epsilon).log_()
         if self.transform is None:
-            return values.log_().minimum(-log_scale)
-        return log_transformed(values, log_scale, *(part.to(values) for part in self.transform))[0]
+            return log_values
+        log_scale = self.log_scale.gather(1, column).to(log_values)
+        transform = (part.to(log_values) for part in self.transform)
+        return log_transformed(log_values, log_scale, *transform)[0]
 
 
 def constraint_corrections(

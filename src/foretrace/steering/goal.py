@@ -1,43 +1,48 @@
-"""A goal: the lookahead of an attribute, and the strength and shift of steering toward it."""
+"""A goal: the lookahead of an attribute, and how strongly to steer toward it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead.lookahead import Lookahead
 
+IDENTITY = LogitAffine()
+
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """An attribute to steer toward. Its EAP p becomes sigma(strength * logit(p) + shift).
+    """An attribute to steer toward, and a strength.
 
-    Strength 1 and shift 0 leave the EAP as it is: exact conditioning on the attribute.
+    Steering with strength k generates a text x with a probability proportional to
+    p_LM(x) * a(x) ** k, or to p_LM(x) * exp(k * sum of rewards) for evidence. Strength 1 of a
+    product conditions on the attribute. `foretrace calibrate` finds strengths for a price in nats.
 
-    A strict goal can be met by stopping early, and strong goals make sequences end soon. With
-    `neutral_end`, end-of-text tokens keep the probability that the language model gives them.
+    Strong goals could be met by stopping early. By default, end-of-text tokens keep the probability
+    that the language model gives them.
 
     Args:
         lookahead: The lookahead of the attribute.
-        strength: The factor of the logit; more than 0.
-        shift: The number that is added to the logit.
-        neutral_end: Whether end-of-text tokens keep their probability.
+        strength: The exponent k of the attribute; more than 0. The goal's `lookahead` is that of
+            `attribute ** strength`.
+        transform: The paper's transform of the EAP, sigma(scale * logit(p) + shift), which is
+            applied after the expectation. By default, none.
+        neutral_end: Whether end-of-text tokens keep their probability. If not, steering is exact
+            also for the length of texts.
 
     Raises:
         InvalidInputError: If the first argument is not a Lookahead, if the strength is not above 0,
-            or if strength or shift is not finite.
+            or if the attribute has no powers and the strength is not 1.
 
     Example:
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0, shift=-3.0)
-        >>> goal.transform
-        LogitAffine(scale=5.0, shift=-3.0)
+        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0)
+        >>> goal.lookahead.attribute.name
+        'nontoxic ** 5'
     """
 
     lookahead: Lookahead
     strength: float = 1.0
-    shift: float = 0.0
-    neutral_end: bool = False
-    transform: LogitAffine = field(init=False, repr=False)
-    """The transform of the EAP."""
+    transform: LogitAffine = IDENTITY
+    neutral_end: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.lookahead, Lookahead):
@@ -45,4 +50,9 @@ class Goal:
                 f"A goal needs a Lookahead, but got {type(self.lookahead).__name__}. For an "
                 f"attribute, pass Lookahead(hmm, attribute)."
             )
-        object.__setattr__(self, "transform", LogitAffine(self.strength, self.shift))
+        if self.lookahead.attribute.evidence and not self.transform.identity:
+            raise InvalidInputError(
+                f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
+                f"toward '{self.lookahead.attribute.name}' by strength or level alone."
+            )
+        object.__setattr__(self, "lookahead", self.lookahead.at_strength(self.strength))

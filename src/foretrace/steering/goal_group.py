@@ -51,7 +51,7 @@ class GoalGroup:
         next_token = NextTokenJoint(joint, probability, self.average)
         eap = compute_eap(self.kind, next_token, self.weights, block)
         if self.transform is None:
-            return eap.values.log_().minimum(-eap.log_scale)
+            return eap.values
         return log_transformed(eap.values, eap.log_scale, *self.transform)[0]
 
     @property
@@ -65,7 +65,7 @@ def transform_tensors(goals: Sequence[Goal], like: Tensor) -> tuple[Tensor, Tens
     """Return every goal's scale and shift, (n,) each; None if the goals have no transform."""
     if goals[0].transform.identity:
         return None
-    parameters = torch.tensor([(goal.strength, goal.shift) for goal in goals])
+    parameters = torch.tensor([(goal.transform.scale, goal.transform.shift) for goal in goals])
     scale, shift = parameters.to(like, non_blocking=True).T
     return scale, shift
 

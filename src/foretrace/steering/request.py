@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from foretrace.errors import InvalidInputError
 from foretrace.steering.goal import Goal
+
+MAX_REWARD_PRICE = 2.0  # nats per step
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,21 @@ class Request:
         for goal in self.goals:
             goal.lookahead.require_feasible(self.limit)
         require_single_constraint(sum(goal.lookahead.automaton is not None for goal in self.goals))
+
+    @property
+    def counts_once(self) -> bool:
+        """Return whether a goal has rewards that count once per text."""
+        return any(goal.lookahead.once_rewards is not None for goal in self.goals)
+
+    @property
+    def max_price(self) -> float:
+        """Return how many nats a step may cost.
+
+        Additive rewards can pay for any token. Products of weights up to 1 only avoid tokens, which
+        costs as much as the language model's probability of them demands. Rewards that do not count
+        once are not limited: steering by them is exact.
+        """
+        return MAX_REWARD_PRICE if self.counts_once else inf
 
     def tokens_after_next(self, num_generated: int) -> int:
         """Return how many tokens may follow the next one.

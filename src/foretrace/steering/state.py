@@ -19,6 +19,7 @@ class SequenceState:
     predicted: Tensor  # (h,): p(HMM state of the next token | prompt and generated tokens)
     log_past: tuple[Tensor, ...]  # for each goal: (K,) sums of log-weights, float64
     automaton_states: tuple[Tensor | None, ...]  # for each goal with an automaton: (1,)
+    generated: Tensor | None = None  # (num_generated,) ids, if rewards of a goal count once
 
 
 class GoalState(NamedTuple):
