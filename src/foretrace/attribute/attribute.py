@@ -328,8 +328,8 @@ class Attribute:
         for operand in (self, other):
             if operand.evidence:
                 raise InvalidInputError(
-                    f"{operand.name} is evidence, which | cannot combine: a + b - a * b of it is no "
-                    f"sum of products of token weights. Use &, or fit both as one attribute."
+                    f"{operand.name} is evidence, which | cannot combine: a + b - a * b of it is "
+                    f"no sum of products of token weights. Use &, or fit both as one attribute."
                 )
         config = self.config.combined("|", other.config)
         return Attribute(self.terms.either(other.terms), config)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -159,6 +159,31 @@ class Expression:
                 stack.append(_leaf(step))
         return Expression(_close(stack[0]).steps)
 
+    def factors(self) -> "tuple[Expression, ...]":
+        """Return the operands of the outermost `&`: the expression itself if there is none.
+
+        Returns:
+            The operands, in order of appearance.
+
+        Example:
+            >>> from foretrace.attribute import parse
+            >>> [str(factor) for factor in parse("a & (b | c) & ~d").factors()]
+            ['a', '(b | c)', '~d']
+        """
+        stack: list[list[tuple[str | Operator | Mention, ...]]] = []
+        for step in self.steps:
+            if step is Operator.NOT:
+                stack.append([(*_joined(stack.pop()), step)])
+            elif step is Operator.AND:
+                right, left = stack.pop(), stack.pop()
+                stack.append(left + right)
+            elif step is Operator.OR:
+                right, left = stack.pop(), stack.pop()
+                stack.append([(*_joined(left), *_joined(right), step)])
+            else:
+                stack.append([(step,)])
+        return tuple(Expression(steps) for steps in stack[0])
+
     def __str__(self) -> str:
         """Return the expression as text, in parentheses, which `parse` reads back."""
         stack: list[str] = []
@@ -171,6 +196,16 @@ class Expression:
             else:
                 stack.append(_leaf_text(step))
         return stack[0]
+
+
+def _joined(
+    factors: Sequence[tuple[str | Operator | Mention, ...]],
+) -> tuple[str | Operator | Mention, ...]:
+    """Return the steps of the conjunction of factors."""
+    steps = [*factors[0]]
+    for factor in factors[1:]:
+        steps += [*factor, Operator.AND]
+    return tuple(steps)
 
 
 @dataclass(frozen=True)

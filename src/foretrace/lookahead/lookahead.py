@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,7 +50,6 @@ class Lookahead:
             minus the weight if `kind.complement`.
         once_rewards: The rewards that count once per text, of all tokens, (V,); None if there are
             none. The log-weights of a token that was generated before are less by its reward.
-        tables: The backward tables.
         automaton: The attribute's automaton on the HMM's device; None if it has none.
         kind: How the EAP is computed.
 
@@ -68,7 +68,6 @@ class Lookahead:
     tokens: Tensor
     token_weights: Tensor
     once_rewards: Tensor | None
-    tables: Tables
     automaton: DeviceAutomaton | None
     kind: EapKind
     _log_weights: Tensor  # (M, K) float64
@@ -83,7 +82,7 @@ class Lookahead:
         *,
         tables: Tables | None = None,
     ) -> None:
-        """Build the backward tables.
+        """Check the attribute. The tables are built when they are first used.
 
         Args:
             hmm: The HMM of the language model.
@@ -101,11 +100,9 @@ class Lookahead:
         tokens = terms.tokens.to(hmm.device, torch.long)
         log_weights = terms.log_weights.double()
         kind = EapKind(len(terms), stores_complement(terms))
-        if tables is None:
-            tables = build_tables(hmm, terms, horizon)
         weighted = terms.automaton
         automaton = None if weighted is None else DeviceAutomaton.from_weighted(weighted, hmm)
-        fields = {
+        fields: dict[str, object] = {
             "hmm": hmm,
             "attribute": attribute,
             "horizon": horizon,
@@ -114,15 +111,21 @@ class Lookahead:
             "tokens": tokens,
             "token_weights": _token_weights(hmm, terms, kind),
             "once_rewards": None if once is None else once.to(hmm.initial),
-            "tables": Tables(*(tensor.to(hmm.device) for tensor in tables)),
             "automaton": automaton,
             "kind": kind,
             "_log_weights": log_weights.T.contiguous().to(hmm.device),
             "_min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
             "_by_strength": {},
         }
+        if tables is not None:
+            fields["tables"] = Tables(*(tensor.to(hmm.device) for tensor in tables))
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The backward tables."""
+        return build_tables(self.hmm, self.terms, self.horizon)
 
     def __repr__(self) -> str:
         return f"Lookahead({self.attribute.name}, {len(self.terms)} terms, {self.horizon} tokens)"

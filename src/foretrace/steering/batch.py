@@ -15,10 +15,10 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.hmm.probability import transposed
 from foretrace.lookahead.lookahead import Lookahead
+from foretrace.lookahead.price import limit_prices_, prices
 from foretrace.steering.constraints import ConstraintCorrection, constraint_corrections
 from foretrace.steering.goal_group import GoalGroup, group_by_kind
 from foretrace.steering.neutral_end import NeutralEnd
-from foretrace.steering.price import limit_prices_, prices
 from foretrace.steering.request import Request, padded_ends
 from foretrace.steering.state import SequenceState
 from foretrace.steering.transfer import to_device

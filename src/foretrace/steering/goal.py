@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidInputError
+from foretrace.lookahead.levels import DEFAULT_LEVEL, strength_of
 from foretrace.lookahead.lookahead import Lookahead
 
 IDENTITY = LogitAffine()
@@ -15,17 +16,21 @@ class Goal:
 
     Steering with strength k generates a text x with a probability proportional to
     p_LM(x) * a(x) ** k, or to p_LM(x) * exp(k * sum of rewards) for evidence. Strength 1 of a
-    product conditions on the attribute. `foretrace calibrate` finds strengths for a price in nats.
+    product conditions on the attribute. The price of steering, in nats per token, increases with
+    the strength. A level is the strength for a certain price.
 
     Strong goals could be met by stopping early. By default, end-of-text tokens keep the probability
     that the language model gives them.
 
     Args:
         lookahead: The lookahead of the attribute.
-        strength: The exponent k of the attribute; more than 0. The goal's `lookahead` is that of
-            `attribute ** strength`.
+        strength: The exponent k of the attribute; more than 0. By default, that of the level. The
+            goal's `lookahead` is that of `attribute ** strength`.
+        level: "mild", "medium" or "strong". `foretrace calibrate` finds the strengths of an
+            attribute's levels. Without it, they are found with the HMM alone. Constraints and
+            attributes without powers have strength 1 at all levels.
         transform: The paper's transform of the EAP, sigma(scale * logit(p) + shift), which is
-            applied after the expectation. By default, none.
+            applied after the expectation, with strength 1. By default, none.
         neutral_end: Whether end-of-text tokens keep their probability. If not, steering is exact
             also for the length of texts.
 
@@ -40,7 +45,8 @@ class Goal:
     """
 
     lookahead: Lookahead
-    strength: float = 1.0
+    strength: float | None = None
+    level: str = DEFAULT_LEVEL
     transform: LogitAffine = IDENTITY
     neutral_end: bool = True
 
@@ -55,4 +61,12 @@ class Goal:
                 f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
                 f"toward '{self.lookahead.attribute.name}' by strength or level alone."
             )
-        object.__setattr__(self, "lookahead", self.lookahead.at_strength(self.strength))
+        strength = self.strength
+        if strength is None:
+            attribute, hmm = self.lookahead.attribute, self.lookahead.hmm
+            plain = self.transform.identity
+            strength = strength_of(attribute, self.level, hmm) if plain else 1.0
+            object.__setattr__(self, "strength", strength)
+        lookahead = self.lookahead.at_strength(strength)
+        lookahead.tables  # noqa: B018  built now, and not in a decoding step
+        object.__setattr__(self, "lookahead", lookahead)
