@@ -12,8 +12,9 @@ from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import BatchSteering, Goal, PrefixTracker, Request
+from foretrace.steering import BatchSteering, PrefixTracker, Request
 from foretrace.steering.batch import READ_BACK
+from goals import plain_goal
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import WEIGHTS, attributes
 
@@ -37,7 +38,7 @@ def test_steering_the_hmm_itself_samples_the_exact_posterior(form: str, name: st
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts, ~torch.isin(texts, eos))
     joint = torch.where(hmm.log_likelihood(texts) > -60, joint, 0.0)
     expected = joint / joint.sum()
-    request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
+    request = Request((plain_goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
     tracker, log_steered = PrefixTracker(hmm), torch.zeros(len(texts), dtype=torch.float64)
     for length in range(LENGTH):
         prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
@@ -54,7 +55,7 @@ def test_sampled_sequences_follow_the_posterior() -> None:
     hmm, attribute = tiny_hmm("dense"), attributes()["all"]
     texts = all_texts(LENGTH)
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts)
-    request = Request((Goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
+    request = Request((plain_goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
     tracker, count = PrefixTracker(hmm), 20_000
     generator = torch.Generator().manual_seed(0)
     drawn = torch.zeros(count, 0, dtype=torch.long)
@@ -76,7 +77,7 @@ def test_a_row_stores_one_belief_and_one_past() -> None:
     tokens, tables = len(lookahead.tokens), sum(table.nbytes for table in lookahead.tables)
     assert lookahead.nbytes == tables + 8 * (terms * (TOKENS + tokens) + tokens)
     tracker = PrefixTracker(hmm)
-    requests = [Request((Goal(lookahead),), (1, 2), 9) for _ in range(3)]
+    requests = [Request((plain_goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
         tracker.step(requests, [written] * 3)
     assert len(tracker._cache) == len(tracker.states) == 3
@@ -104,7 +105,7 @@ def test_long_improbable_sequences_are_still_steered(name: str) -> None:
     steered = []
     for dtype in (torch.float32, torch.float64):
         hmm = tiny_hmm("dense").to(dtype=dtype)
-        request = Request((Goal(Lookahead(hmm, attribute, LENGTH), 2.0, -1.0),), (), 1000)
+        request = Request((plain_goal(Lookahead(hmm, attribute, LENGTH), 2.0, -1.0),), (), 1000)
         tracker = PrefixTracker(hmm)
         tracker.step([request], [written])
         logits = torch.tensor([[0.25, 0.5, 0.125, 0.0]], dtype=dtype)
@@ -121,14 +122,14 @@ def test_an_hmm_of_any_dtype_steers_alike(dtype: torch.dtype, form: str) -> None
     for hmm in (exact, rounded):
         lookahead = Lookahead(hmm, attributes()["all"], LENGTH)
         tracker = PrefixTracker(hmm)
-        tracker.step([Request((Goal(lookahead),), (1, 2), 9)], [[3]])
+        tracker.step([Request((plain_goal(lookahead),), (1, 2), 9)], [[3]])
         steered.append(tracker.reweight(torch.zeros(1, TOKENS)))
     torch.testing.assert_close(steered[0], steered[1], rtol=0, atol=0.1)
 
 
 def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     hmm = tiny_hmm("dense")
-    goal = Goal(Lookahead(hmm, attributes()["one"], LENGTH))
+    goal = plain_goal(Lookahead(hmm, attributes()["one"], LENGTH))
     tracker, with_unknown = PrefixTracker(hmm), PrefixTracker(hmm)
     tracker.step([Request((goal,), (1, 2), 9)], [[3]])
     request = Request((goal,), (1, TOKENS + 5, 2), 9)
@@ -149,7 +150,7 @@ def test_a_neutral_end_keeps_its_probability(name: str) -> None:
     steered = []
     for neutral in (False, True):
         tracker = PrefixTracker(hmm)
-        tracker.step([Request((Goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
+        tracker.step([Request((plain_goal(lookahead, 3.0, -2.0, neutral),), (1, 2), 9)], [[1]])
         steered.append(tracker.reweight(logits).softmax(-1))
     plain, kept = steered
     torch.testing.assert_close(kept[:, -1], logits.softmax(-1)[:, -1])
@@ -184,7 +185,7 @@ def test_all_generated_tokens_count_however_many_they_are(name: str) -> None:
     """Also those that the filter does not read: their weights, and what an automaton has seen."""
     lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], LENGTH)
     generated = [0, 1, 0] + [2] * (READ_BACK + 10)
-    request = Request((Goal(lookahead),), (1,), 1000)
+    request = Request((plain_goal(lookahead),), (1,), 1000)
     (state,) = BatchSteering(lookahead.hmm).read_generated([request], [generated])
     expected = lookahead.log_weights(torch.tensor(generated)).sum(0)
     torch.testing.assert_close(state.log_past[0], expected)
@@ -198,7 +199,7 @@ def test_unknown_tokens_change_nothing_but_the_count(name: str) -> None:
     """Whether they are read or advance a state, and wherever they stand in the sequence."""
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()[name], LENGTH)
-    steering, request = BatchSteering(hmm), Request((Goal(lookahead),), (1,), 20)
+    steering, request = BatchSteering(hmm), Request((plain_goal(lookahead),), (1,), 20)
     texts = [[0, 3], [0, TOKENS, 3], [TOKENS + 9, 0, 3], [0, 3, TOKENS]]
     known, *unknown = steering.read_generated([request] * len(texts), texts)
     unknown += steering.advance([known], torch.tensor([TOKENS]))
@@ -212,7 +213,9 @@ def test_a_shift_or_a_strength_alone_transforms_the_eap() -> None:
     """Only strength 1 with shift 0 is the identity."""
     hmm, transforms = tiny_hmm("dense"), [(1.0, 0.0), (1.0, -2.0), (3.0, 0.0)]
     lookahead = Lookahead(hmm, attributes()["one"], LENGTH)
-    requests = [Request((Goal(lookahead, *transform),), (1,), LENGTH) for transform in transforms]
+    requests = [
+        Request((plain_goal(lookahead, *transform),), (1,), LENGTH) for transform in transforms
+    ]
     tracker = PrefixTracker(hmm)
     tracker.step(requests, [[]] * len(requests))
     steered = tracker.reweight(torch.zeros(len(requests), TOKENS, dtype=torch.float64)).softmax(-1)
@@ -227,7 +230,7 @@ def test_the_coefficient_of_a_single_term_counts(transform: tuple[float, float])
     hmm, logits = tiny_hmm("dense"), torch.zeros(1, TOKENS, dtype=torch.float64)
     half = torch.tensor([0.5], dtype=torch.float64)
     terms = Terms(half, torch.arange(TOKENS, dtype=torch.int32), WEIGHTS[:1].log())
-    goal = Goal(Lookahead(hmm, Attribute(terms), LENGTH), *transform)
+    goal = plain_goal(Lookahead(hmm, Attribute(terms), LENGTH), *transform)
     eap = Lookahead(hmm, attributes()["one"], LENGTH).eap([1], LENGTH - 1)
     torch.testing.assert_close(goal.lookahead.eap([1], LENGTH - 1), eap / 2)
     tracker = PrefixTracker(hmm, absolute=True)

@@ -8,6 +8,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
+from goals import plain_goal
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import SPELLED, attributes
 
@@ -43,7 +44,7 @@ def test_required_texts_occur_and_forbidden_texts_do_not(
     for transform in ((1.0, 0.0), (5.0, -3.0)):
         for seed in range(20):
             for limit in (4, 9):
-                goal = Goal(lookahead, *transform, neutral_end=neutral_end)
+                goal = plain_goal(lookahead, *transform, neutral_end=neutral_end)
                 tokens = sample((goal,), limit, seed, ends=(OTHER_END,) if seed % 2 else ())
                 text = b"".join(spelled[token] for token in tokens if token != END)
                 assert b"abba" in text
@@ -53,7 +54,9 @@ def test_required_texts_occur_and_forbidden_texts_do_not(
 def test_two_goals_with_constraints_are_refused() -> None:
     """Each leaves tokens that satisfy it, but perhaps none that satisfies both."""
     hmm = tiny_hmm("eos")
-    goals = [Goal(Lookahead(hmm, attributes()[name], 8)) for name in ("must", "must not", "one")]
+    goals = [
+        plain_goal(Lookahead(hmm, attributes()[name], 8)) for name in ("must", "must not", "one")
+    ]
     Request((goals[0], goals[2]), (), 9)
     with pytest.raises(InvalidInputError, match="Join them by &"):
         Request(tuple(goals), (), 9)
@@ -62,15 +65,15 @@ def test_two_goals_with_constraints_are_refused() -> None:
 def test_a_sequence_that_cannot_continue_ends() -> None:
     """If the only token that satisfies the constraint ends the text, the text ends."""
     lookahead = Lookahead(tiny_hmm("dense"), Attribute.occurrence("cc", SPELLED), 8)
-    tokens = sample((Goal(lookahead),), 2, 0, ends=(END,))
+    tokens = sample((plain_goal(lookahead),), 2, 0, ends=(END,))
     assert tokens == [END]
 
 
 def test_constraints_that_do_not_fit_the_limit_are_refused() -> None:
     lookahead = Lookahead(tiny_hmm("eos"), Attribute.occurrence("abbab", SPELLED), 8)
-    Request((Goal(lookahead),), (), 4)  # a, b, b, ab; or ab, b, ab
+    Request((plain_goal(lookahead),), (), 4)  # a, b, b, ab; or ab, b, ab
     with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
-        Request((Goal(lookahead),), (), 2)
+        Request((plain_goal(lookahead),), (), 2)
 
 
 def test_a_rare_text_does_not_underflow_float32() -> None:
@@ -84,7 +87,7 @@ def test_a_rare_text_does_not_underflow_float32() -> None:
         lookahead = Lookahead(hmm, Attribute.occurrence("a" * 10, SPELLED), 64)
         assert int(lookahead.tables.log_scales[10, 0, 0]) < -200
         tracker = PrefixTracker(hmm)
-        rows = [Request((Goal(lookahead),), (), 30)] * 3
+        rows = [Request((plain_goal(lookahead),), (), 30)] * 3
         tracker.step(rows, [[0] * 5, [0] * 9, [1] * 4])
         steered.append(tracker.reweight(torch.zeros(3, TOKENS)).log_softmax(-1).double())
     torch.testing.assert_close(steered[0], steered[1], rtol=1e-4, atol=1e-4)
@@ -95,7 +98,7 @@ def test_rows_of_a_batch_are_steered_as_alone() -> None:
     hmm = tiny_hmm("sparse")
     names = ["must", "must and must not", "one", "weighed and must", "not weighed, and must"]
     goals = [
-        Goal(Lookahead(hmm, attributes()[name], 8), *more)
+        plain_goal(Lookahead(hmm, attributes()[name], 8), *more)
         for name in names
         for more in ((), (3, -2))
     ]
@@ -120,7 +123,9 @@ def test_goals_of_one_lookahead_keep_their_own_transforms() -> None:
     lookahead = Lookahead(hmm, attributes()["weighed and must"], 8)
     other = Lookahead(hmm, attributes()["must not"], 8)
     transforms = [(1.0, 0.0), (3.0, -2.0), (1.0, -2.0), (5.0, 1.0)]
-    goals = [Goal(target, *transform) for transform in transforms for target in (lookahead, other)]
+    goals = [
+        plain_goal(target, *transform) for transform in transforms for target in (lookahead, other)
+    ]
     requests = [Request((goal,), (1,), 12) for goal in goals]
     logits = torch.zeros(len(requests), TOKENS, dtype=torch.float64)
     together = PrefixTracker(hmm)
@@ -142,7 +147,7 @@ def test_float32_agrees_with_float64(name: str) -> None:
     steered = []
     for hmm in (wide, wide.to(dtype=torch.float32)):
         tracker = PrefixTracker(hmm)
-        rows = [Request((Goal(Lookahead(hmm, attribute, 20)),), (1,), 16)] * 3
+        rows = [Request((plain_goal(Lookahead(hmm, attribute, 20)),), (1,), 16)] * 3
         tracker.step(rows, [[], [1, 0], [3, 1, 3, 1]])
         steered.append(tracker.reweight(torch.zeros(3, TOKENS)).softmax(-1).double())
     torch.testing.assert_close(steered[0], steered[1], rtol=0, atol=1e-4)
@@ -156,7 +161,7 @@ def test_absolute_logits_include_the_common_summand() -> None:
     for generated, limit in (([0], 5), ([0, 1], 3), ([3], 2)):  # the last allows one token
         trackers = [PrefixTracker(hmm, absolute=flag) for flag in (True, False)]
         for tracker in trackers:
-            tracker.step([Request((Goal(lookahead),), (1,), limit)], [generated])
+            tracker.step([Request((plain_goal(lookahead),), (1,), limit)], [generated])
         absolute, relative = (tracker.reweight(logits) for tracker in trackers)
         torch.testing.assert_close(absolute.softmax(-1), relative.softmax(-1))
         eap = (absolute - logits).exp()[0]
@@ -173,7 +178,7 @@ def test_the_horizon_of_a_request_does_not_apply_to_constraints() -> None:
     steered = []
     for horizon in (None, 0):
         tracker = PrefixTracker(hmm)
-        tracker.step([Request((Goal(lookahead),), (1,), 9, horizon)], [[1]])
+        tracker.step([Request((plain_goal(lookahead),), (1,), 9, horizon)], [[1]])
         steered.append(tracker.reweight(torch.zeros(1, TOKENS)))
     assert torch.equal(*steered)
 
@@ -184,7 +189,7 @@ def test_constraints_hold_after_a_past_of_weight_zero() -> None:
     hmm, steered = tiny_hmm("dense"), []
     for first in (1, 2):
         tracker = PrefixTracker(hmm)
-        goal = Goal(Lookahead(hmm, attribute, 8))
+        goal = plain_goal(Lookahead(hmm, attribute, 8))
         request = Request((goal,), (1,), 9)
         tracker.step([request], [[first]])
         row = tracker.states[0]
@@ -215,7 +220,7 @@ def test_vocabularies_may_differ_in_size(form: str) -> None:
 def test_logits_of_half_precision() -> None:
     lookahead = Lookahead(tiny_hmm("eos").to(dtype=torch.float32), attributes()["must"], 8)
     tracker = PrefixTracker(lookahead.hmm)
-    tracker.step([Request((Goal(lookahead, neutral_end=True),), (1,), 9)], [[0]])
+    tracker.step([Request((plain_goal(lookahead, neutral_end=True),), (1,), 9)], [[0]])
     steered = tracker.reweight(torch.zeros(1, TOKENS, dtype=torch.float16))
     assert float(steered.float().softmax(-1)[0, END]) == 0.0
     assert not steered.isnan().any()

@@ -8,6 +8,7 @@ from foretrace.attribute import Attribute
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
+from goals import plain_goal
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import SPELLED, attributes
 
@@ -28,7 +29,7 @@ def steer(hmm: HMM, requests: list[Request], logits: Tensor) -> Tensor:
 
 
 def goal(hmm: HMM, name: str = "one", *, neutral_end: bool = True) -> Goal:
-    return Goal(Lookahead(hmm, attributes()[name], 5), 3.0, -2.0, neutral_end)
+    return plain_goal(Lookahead(hmm, attributes()[name], 5), 3.0, -2.0, neutral_end)
 
 
 @pytest.mark.parametrize("name", ["one", "not", "all"])
@@ -87,7 +88,7 @@ def test_an_end_that_the_hmm_does_not_know_keeps_its_probability(hmm: HMM) -> No
 def test_a_constraint_forbids_every_end_until_it_is_satisfied(hmm: HMM, neutral_end: bool) -> None:
     lookahead = Lookahead(hmm, Attribute.occurrence("aa", SPELLED), 8)
     unknown = TOKENS + 1
-    request = Request((Goal(lookahead, neutral_end=neutral_end),), (1,), 9, ends=(unknown,))
+    request = Request((plain_goal(lookahead, neutral_end=neutral_end),), (1,), 9, ends=(unknown,))
     steered = steer(hmm, [request], torch.zeros(1, TOKENS + 2)).softmax(-1)
     assert steered[0, [HMM_END, unknown]].tolist() == [0.0, 0.0]
     assert float(steered[0, 0]) > 0
@@ -95,7 +96,7 @@ def test_a_constraint_forbids_every_end_until_it_is_satisfied(hmm: HMM, neutral_
 
 def test_a_constraint_in_a_batch_where_only_some_requests_have_ends() -> None:
     hmm = tiny_hmm("dense")  # without an end of text
-    constraint = Goal(Lookahead(hmm, Attribute.occurrence("aa", SPELLED), 8))
+    constraint = plain_goal(Lookahead(hmm, Attribute.occurrence("aa", SPELLED), 8))
     requests = [Request((constraint,), (1,), 9, ends=ends) for ends in ((), (TURN_END,))]
     logits = torch.zeros(2, TOKENS)
     steered = steer(hmm, requests, logits)
@@ -117,7 +118,7 @@ def test_a_goal_that_allows_nothing_but_the_end(hmm: HMM) -> None:
     """The constraint is satisfied, and all other tokens violate another one."""
     forbidding = ~Attribute.occurrence("a", SPELLED) & ~Attribute.occurrence("b", SPELLED)
     lookahead = Lookahead(hmm, forbidding, 8)
-    request = Request((Goal(lookahead, neutral_end=True),), (1,), 9)
+    request = Request((plain_goal(lookahead, neutral_end=True),), (1,), 9)
     logits = torch.randn(1, TOKENS, generator=torch.Generator().manual_seed(0))
     tracker = PrefixTracker(hmm)
     tracker.step([request], [[]])

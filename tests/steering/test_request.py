@@ -5,8 +5,9 @@ import torch
 
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering import PrefixTracker, Request
 from foretrace.steering.request import padded_ends, require_single_constraint
+from goals import plain_goal
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import attributes
 
@@ -16,7 +17,7 @@ def test_a_request_looks_no_further_than_its_horizon(name: str) -> None:
     """It is steered as with a lookahead of that horizon, and not as with a longer one."""
     hmm, logits, steered = tiny_hmm("dense"), torch.zeros(1, TOKENS, dtype=torch.float64), []
     for lookahead_horizon, horizon in ((8, 2), (2, None), (8, None)):
-        goal = Goal(Lookahead(hmm, attributes()[name], lookahead_horizon))
+        goal = plain_goal(Lookahead(hmm, attributes()[name], lookahead_horizon))
         tracker = PrefixTracker(hmm)
         tracker.step([Request((goal,), (1,), 9, horizon)], [[3]])
         steered.append(tracker.reweight(logits).log_softmax(-1))

@@ -17,6 +17,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
+from goals import plain_goal
 from tiny_lm import WORDS
 
 VOCAB = len(WORDS)
@@ -28,7 +29,7 @@ def goals() -> list[Goal]:
     hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     weights = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0))
     one, two = map(Attribute.from_weights, weights)
-    return [Goal(Lookahead(hmm, one, 8), 3.0, -1.0), Goal(Lookahead(hmm, ~two, 8))]
+    return [plain_goal(Lookahead(hmm, one, 8), 3.0, -1.0), plain_goal(Lookahead(hmm, ~two, 8))]
 
 
 def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> None:

@@ -18,6 +18,7 @@ from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
+from goals import plain_goal
 from tiny_lm import WORDS
 
 VOCAB, NEW = len(WORDS), 8
@@ -49,7 +50,7 @@ def weights(seed: int) -> Tensor:
 def goals(hmm: HMM) -> list[Goal]:
     one, two = (Attribute.from_weights(weights(seed)) for seed in (0, 1))
     ahead, other = Lookahead(hmm, one, NEW), Lookahead(hmm, ~two & one, 3)
-    return [Goal(ahead, strength=3.0), Goal(other, strength=2.0, shift=-1.0)]
+    return [plain_goal(ahead, scale=3.0), plain_goal(other, scale=2.0, shift=-1.0)]
 
 
 def write(
@@ -70,7 +71,7 @@ def write(
 
 def test_a_forbidden_token_is_never_written(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     allowed = (torch.arange(VOCAB) % 2 == 1).float()
-    goal = Goal(Lookahead(hmm, Attribute.from_weights(allowed), NEW))
+    goal = plain_goal(Lookahead(hmm, Attribute.from_weights(allowed), NEW))
     drawn = write(lm, tokenizer, PROMPTS * 10, [goal], do_sample=True)
     assert all(token % 2 == 1 or token == 0 for row in drawn for token in row)
 
@@ -128,7 +129,7 @@ def test_the_state_is_a_cache(
 
 def test_past_the_horizon_it_is_still_steered(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     allowed = (torch.arange(VOCAB) < 32).float()
-    goal = Goal(Lookahead(hmm, Attribute.from_weights(allowed), 2))
+    goal = plain_goal(Lookahead(hmm, Attribute.from_weights(allowed), 2))
     drawn = write(lm, tokenizer, PROMPTS * 5, [goal], do_sample=True, max_new_tokens=24)
     assert all(token < 32 for row in drawn for token in row)
 
@@ -167,7 +168,7 @@ def test_one_line(lm: Any, tokenizer: Any, goals: list[Goal]) -> None:
 
 def test_what_does_not_fit_is_refused(lm: Any, tokenizer: Any, hmm: HMM, goals: list[Goal]) -> None:
     mask = torch.ones(2, 3)
-    other = Goal(Lookahead(HMM.random(4, VOCAB), goals[0].lookahead.attribute, 3))
+    other = plain_goal(Lookahead(HMM.random(4, VOCAB), goals[0].lookahead.attribute, 3))
     with pytest.raises(InvalidInputError, match="the same HMM"):
         SteeringProcessor([goals[0], other], prompt_mask=mask, max_new_tokens=3)
     with pytest.raises(InvalidInputError, match="each of the 2 prompts"):
@@ -177,7 +178,7 @@ def test_what_does_not_fit_is_refused(lm: Any, tokenizer: Any, hmm: HMM, goals: 
         processor(torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, VOCAB))
     config = HMMConfig(tokenizer_fingerprint="sha256:another")
     named = HMM(hmm.initial, hmm.transition, hmm.emission, config)
-    goal = Goal(Lookahead(named, goals[0].lookahead.attribute, 3))
+    goal = plain_goal(Lookahead(named, goals[0].lookahead.attribute, 3))
     with pytest.raises(TokenizerMismatchError):
         generate(lm, tokenizer, PROMPTS, goal=goal)
 

@@ -17,6 +17,7 @@ from foretrace.engines.transformers.sampler import TOP_K, Sampler, draw_nucleus
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
+from goals import plain_goal
 from tiny_lm import WORDS
 
 VOCAB, NEW, TOP_P = len(WORDS), 6, 0.8
@@ -32,7 +33,7 @@ def lm(tiny_lm: Path) -> Any:
 def goals() -> list[list[Goal]]:
     hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     weights = torch.rand(VOCAB, generator=torch.Generator().manual_seed(0))
-    return [[Goal(Lookahead(hmm, Attribute.from_weights(weights), 8), 3.0)], []]
+    return [[plain_goal(Lookahead(hmm, Attribute.from_weights(weights), 8), 3.0)], []]
 
 
 def expected(lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]) -> float:

@@ -17,6 +17,7 @@ from foretrace.engines.transformers import Goals, encode_prompts, generate_token
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
+from goals import plain_goal
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["The weather in Paris", "She opened the door and", "My"]
@@ -59,7 +60,7 @@ def write(lm: Any, tokenizer: Any, prompts: list[str], goals: Goals, **options: 
 def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute) -> None:
     """Padded on the left, with goals of their own or none; a second call; past the horizon."""
     near, far = Lookahead(hmm, attribute, 4), Lookahead(hmm, ~attribute, 64)
-    own: list[list[Goal]] = [[Goal(near, 3.0)], [Goal(far), Goal(near)], []]
+    own: list[list[Goal]] = [[plain_goal(near, 3.0)], [plain_goal(far), plain_goal(near)], []]
     together = write(lm, tokenizer, PROMPTS, own)
     assert together == write(lm, tokenizer, PROMPTS, own)
     for prompt, goals, row in zip(PROMPTS, own, together, strict=True):
@@ -73,7 +74,7 @@ def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: A
 def test_beams_keep_their_states(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """Of the words of even numbers none is written, whichever beam they are on."""
     odd = (torch.arange(hmm.vocab_size) % 2).float()
-    goal = Goal(Lookahead(hmm, Attribute.from_weights(odd), 64))
+    goal = plain_goal(Lookahead(hmm, Attribute.from_weights(odd), 64))
     rows = write(lm, tokenizer, PROMPTS, [goal], num_beams=3, num_return_sequences=2)
     assert len(rows) == 2 * len(PROMPTS)
     assert all(token % 2 == 1 or token == 0 for row in rows for token in row)
@@ -103,7 +104,7 @@ def test_sparse_is_within_its_promise_of_dense(
 
 
 def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: Tensor) -> Tensor:
-    goal = Goal(Lookahead(hmm, attribute, 64), strength=2.0)
+    goal = plain_goal(Lookahead(hmm, attribute, 64), scale=2.0)
     steering = PrefixTracker(hmm)
     steering.step([Request((goal,), tuple(ids), 20) for ids in prompts], [[] for _ in prompts])
     return steering.reweight(logits).double().softmax(-1)
@@ -112,7 +113,7 @@ def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: T
 def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """100 prompts: the one text is always there, within the length, and the others never."""
     must, must_not = "refund", [" the", "The"]
-    goal = Goal(Lookahead(hmm, mentions(must, tokenizer) & ~mentions(must_not, tokenizer)))
+    goal = plain_goal(Lookahead(hmm, mentions(must, tokenizer) & ~mentions(must_not, tokenizer)))
     beginnings = (Path(__file__).parents[1] / "beginnings.txt").read_text().splitlines()
     prompts = [beginnings[place % len(beginnings)] for place in range(100)]
     torch.manual_seed(0)
