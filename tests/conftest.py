@@ -14,8 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from smollm2 import UnavailableError, find_smollm2, has_fast_bfloat16, link_as_float32
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
-# Hypothesis' default deadline of 200 ms per example fails on a machine that others use.
-hypothesis_settings.register_profile("shared machine", deadline=None)
+# Hypothesis' default deadline of 200 ms per example fails on a machine that others use. There are
+# few examples, to keep CI short; `benchmarks/fuzz.py` tries thousands.
+hypothesis_settings.register_profile("shared machine", deadline=None, max_examples=50)
 hypothesis_settings.load_profile("shared machine")
 
 

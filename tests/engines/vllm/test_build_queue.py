@@ -75,6 +75,17 @@ def test_a_request_that_would_wait_too_long_is_refused(monkeypatch: pytest.Monke
     assert "Try again in 19 s" in str(error)
 
 
+def test_a_build_that_was_queued_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_queue, "MAX_QUEUED", 0.05)
+
+    async def main() -> list[BaseException | None]:
+        return await _attempts(BuildQueue(_wait), "client", 3, 0.1)
+
+    first, *others = asyncio.run(main())
+    assert first is None
+    assert all(isinstance(error, TooManyBuildsError) for error in others)
+
+
 def test_clients_take_turns() -> None:
     order: list[str] = []
 

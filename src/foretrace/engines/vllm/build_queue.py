@@ -18,7 +18,8 @@ from foretrace.errors import InvalidInputError
 MAX_WAITING_PER_CLIENT, MAX_WAITING = 512, 2_048
 SHARE = 0.5  # of the builder's CPU time that one client may use
 SAVED_SECONDS = 10.0  # of building that a client may use at once
-MAX_WAIT = 5.0  # seconds that a build may wait for its client's share
+MAX_WAIT = 5.0  # seconds that a build may be expected to wait for its client's share
+MAX_QUEUED = 60.0  # seconds that a build may be in the queue: clients do not wait forever
 MAX_CLIENTS = 4_096  # whose use is remembered
 
 
@@ -124,9 +125,12 @@ class BuildQueue:
         return account
 
     async def _run(self, account: _Client, params: dict[str, Any]) -> None:
+        queued = monotonic()
         async with account.turn:  # clients take turns
             await account.wait_for_share()
             async with self._turn:
+                if monotonic() - queued > MAX_QUEUED:
+                    raise TooManyBuildsError(MAX_WAIT)
                 loop = asyncio.get_running_loop()
                 result = await loop.run_in_executor(self._thread, self._build, params)
             account.charge(result.seconds)
