@@ -3,7 +3,7 @@
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.expression import Expression, as_expression, parse
-from foretrace.attribute.fitting.fit import FitConfig
+from foretrace.attribute.fitting.fit_config import FitConfig
 from foretrace.attribute.fitting.tokenize import Windows, tokenize
 from foretrace.attribute.store import AttributeStore
 from foretrace.attribute.transform import LogitAffine

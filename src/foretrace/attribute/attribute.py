@@ -17,7 +17,9 @@ from foretrace.attribute.automata.substring import substring_dfa
 from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
-from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
+from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.fit_config import FitConfig
+from foretrace.attribute.fitting.products import fit_terms
 from foretrace.attribute.terms import Terms
 from foretrace.attribute.texts import Mask, Text, Texts, flatten
 from foretrace.errors import InvalidInputError

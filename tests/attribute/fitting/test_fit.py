@@ -9,7 +9,8 @@ from scipy.optimize import check_grad
 from scipy.sparse import csr_array
 
 from foretrace.attribute import Attribute, FitConfig, LogitAffine
-from foretrace.attribute.fitting import fit, objectives
+from foretrace.attribute.fitting import objectives, products
+from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.objectives import Array
 from foretrace.errors import InvalidInputError
 
@@ -112,7 +113,7 @@ def test_the_transform_is_chosen_on_validation_texts(
     inverted: bool,
     expected: LogitAffine,
 ) -> None:
-    monkeypatch.setattr(fit, "TRANSFORMS", transforms)
+    monkeypatch.setattr(products, "TRANSFORMS", transforms)
     texts, scores = scored_texts(300, 1)
     validation = (texts, [1 - score for score in scores] if inverted else scores)
     fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
@@ -130,7 +131,7 @@ def test_a_transform_in_the_config_is_used() -> None:
 def test_windows_of_one_text_are_held_out_together() -> None:
     texts, scores = scored_texts(1000)
     groups = [index // 4 for index in range(1000)]
-    fitting, held_out = fit.Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
+    fitting, held_out = Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
     assert not set(fitting.groups) & set(held_out.groups)
     assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
     record = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
