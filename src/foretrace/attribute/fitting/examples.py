@@ -75,6 +75,20 @@ class Examples:
         """Return a copy with score 1 for the texts of this label and 0 for all others."""
         return replace(self, scores=(self.strata == number).astype(np.float64))
 
+    def without(self, tokens: Sequence[int]) -> Self:
+        """Return a copy whose texts do not contain these tokens."""
+        if not len(tokens):
+            return self
+        if tokens[0] < 0 or tokens[-1] >= self.counts.shape[1]:
+            raise InvalidInputError(
+                f"The tokens to keep range from {tokens[0]} to {tokens[-1]}, but the vocabulary "
+                f"has {self.counts.shape[1]} tokens. Was another tokenizer used?"
+            )
+        counts = self.counts.copy()
+        counts.data[np.isin(counts.indices, np.asarray(tokens))] = 0.0
+        counts.eliminate_zeros()
+        return replace(self, counts=counts)
+
     def __len__(self) -> int:
         return len(self.scores)
 

@@ -1,0 +1,143 @@
+"""Fit an attribute to scored or labelled texts, and choose between a product and evidence."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foretrace.attribute.fitting.candidate import Candidate
+from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.fit_config import FitConfig
+from foretrace.attribute.fitting.objectives import Array
+from foretrace.attribute.fitting.products import MIN_AUC_GAIN, fit_products
+from foretrace.attribute.fitting.rewards import fit_evidence, fit_labels
+from foretrace.errors import InvalidInputError
+
+MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
+
+
+def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Candidate:
+    """Fit to scores, by the objective of the config."""
+    if float(np.ptp(examples.scores)) == 0:
+        raise InvalidInputError(
+            f"All {len(examples)} scores are equal, so nothing can be fitted. Add texts with the "
+            f"attribute and texts without it."
+        )
+    examples, held_out = (split.without(config.keep) for split in (examples, held_out))
+    if config.objective == "evidence":
+        return fit_evidence(examples, held_out, config)
+    if config.objective != "auto":
+        return fit_products(examples, held_out, config)
+    product_config = replace(config, objective="cross-entropy")
+    product = fit_products(examples, held_out, product_config)
+    if reason := _product_only(config):
+        return _with_facts(product, reason=reason)
+    evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
+    use_evidence = (evidence.auc or 0.0) > (product.auc or 0.0) + MIN_AUC_GAIN
+    return _with_facts(
+        evidence if use_evidence else product,
+        auc_product=product.auc,
+        auc_evidence=evidence.auc,
+        reason=_reason(product.auc, evidence.auc, use_evidence),
+    )
+
+
+def fit_each_label(
+    examples: Examples, held_out: Examples, num_labels: int, config: FitConfig
+) -> Iterator[Candidate]:
+    """Fit one classifier per label. The number of a text's label is its stratum."""
+    examples, held_out = (split.without(config.keep) for split in (examples, held_out))
+    labels = range(num_labels)
+
+    def fit_one(number: int, config: FitConfig) -> Candidate:
+        return fit_products(
+            examples.scored_by_label(number), held_out.scored_by_label(number), config
+        )
+
+    only = _product_only(config) if config.objective == "auto" else None
+    if only or config.objective not in ("auto", "evidence"):
+        objective = "cross-entropy" if only else config.objective
+        for number in labels:
+            candidate = fit_one(number, replace(config, objective=objective))
+            yield _with_facts(candidate, reason=only) if only else candidate
+        return
+    evidence = fit_labels(examples, held_out, num_labels, replace(config, objective="evidence"))
+    right = right_first([one.predicted for one in evidence], labels, held_out)
+    if config.objective == "evidence":
+        yield from (_with_facts(one, right_first=right) for one in evidence)
+        return
+    by_absence = replace(config, objective="cross-entropy", by_absence=True)
+    compared = np.unique(np.linspace(0, num_labels - 1, MAX_COMPARED).round().astype(int)).tolist()
+    products = {number: fit_one(number, by_absence) for number in compared}
+    shares = [
+        right_first([fitted[number].predicted for number in compared], compared, held_out)
+        for fitted in (products, evidence)
+    ]
+    use_evidence = (shares[0] or 0.0) <= (shares[1] or 0.0)
+    for number in labels:
+        product = products.get(number)
+        chosen = evidence[number] if use_evidence else product or fit_one(number, by_absence)
+        yield _with_facts(
+            chosen,
+            auc_product=None if product is None else product.auc,
+            auc_evidence=evidence[number].auc,
+            **({"right_first": right} if use_evidence else {}),
+            right_first_product=shares[0],
+            right_first_evidence=shares[1],
+            compared_labels=len(compared),
+            reason=_label_reason(shares, len(compared), use_evidence),
+        )
+
+
+def right_first(
+    predicted: Sequence[Array], labels: Sequence[int], held_out: Examples
+) -> float | None:
+    """Return the share of held-out texts of these labels whose own label has the highest value.
+
+    `predicted` holds the probabilities of the held-out windows for each label. The probabilities
+    of a text's windows are averaged. None if no held-out text has one of the labels.
+    """
+    rows = np.flatnonzero(np.isin(held_out.strata, labels))
+    if not len(rows):
+        return None
+    _, first, text = np.unique(held_out.groups[rows], return_index=True, return_inverse=True)
+    sums = np.stack([np.bincount(text, values[rows]) for values in predicted])
+    own = held_out.strata[rows][first]
+    return float((np.asarray(labels)[sums.argmax(0)] == own).mean())
+
+
+def _product_only(config: FitConfig) -> str | None:
+    """Return why "auto" means a product, if settings that only products have are set."""
+    if config.by_absence or config.terms > 1:
+        return "Chose a product: by_absence and several terms apply to products only."
+    return None
+
+
+def _reason(product: float | None, evidence: float | None, use_evidence: bool) -> str:
+    if product is None or evidence is None:
+        return "Chose a product: the held-out texts have no AUC to compare by."
+    if use_evidence:
+        return (
+            f"Chose evidence: its AUC on held-out texts is {evidence:.3f}, that of a product "
+            f"{product:.3f}."
+        )
+    return (
+        f"Chose a product: its AUC on held-out texts is {product:.3f}, that of evidence "
+        f"{evidence:.3f}, which must be better by {MIN_AUC_GAIN}."
+    )
+
+
+def _label_reason(shares: Sequence[float | None], compared: int, use_evidence: bool) -> str:
+    product, evidence = shares
+    if product is None or evidence is None:
+        return "Chose evidence: no held-out text has one of the labels to compare by."
+    chosen = "evidence" if use_evidence else "products"
+    return (
+        f"Chose {chosen}: the right one of {compared} labels is first for {evidence:.1%} of their "
+        f"held-out texts by evidence, and for {product:.1%} by products."
+    )
+
+
+def _with_facts(candidate: Candidate, **facts: object) -> Candidate:
+    """Return a copy with facts added to its record."""
+    return candidate._replace(record={**candidate.record, **facts})
