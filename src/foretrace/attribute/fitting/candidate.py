@@ -41,7 +41,7 @@ def make_candidate(
         **asdict(config),
         "keep": len(config.keep),
         "transform": asdict(transform),
-        "transform_chosen": config.transform is None,
+        "transform_chosen": config.transform is None and config.objective != "evidence",
         "texts": examples.num_groups,
         "windows": len(examples),
         "held_out_texts": held_out.num_groups,
