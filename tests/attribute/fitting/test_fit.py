@@ -9,7 +9,7 @@ from scipy.optimize import check_grad
 from scipy.sparse import csr_array
 
 from foretrace.attribute import Attribute, FitConfig, LogitAffine
-from foretrace.attribute.fitting import fit, objectives, products
+from foretrace.attribute.fitting import objectives, products
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.objectives import Array
 from foretrace.errors import InvalidInputError
@@ -190,12 +190,12 @@ def balanced_texts() -> tuple[list[list[int]], list[float]]:
 def test_auto_chooses_evidence_only_where_it_ranks_clearly_better() -> None:
     record = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB).config.fit
     assert record["objective"] == "cross-entropy"
-    assert record["auc"] == record["auc_product"] > record["auc_evidence"] - fit.MIN_AUC_GAIN
+    assert record["auc"] == record["auc_product"] > record["auc_evidence"] - products.MIN_AUC_GAIN
     assert record["reason"].startswith("Chose a product: its AUC on held-out texts is")
     attribute = Attribute.fit(*balanced_texts(), vocab_size=VOCAB)
     record = attribute.config.fit
     assert record["objective"] == "evidence"
-    assert record["auc"] == record["auc_evidence"] > record["auc_product"] + fit.MIN_AUC_GAIN
+    assert record["auc"] == record["auc_evidence"] > record["auc_product"] + products.MIN_AUC_GAIN
     assert record["reason"].startswith("Chose evidence: its AUC on held-out texts is")
     assert len(attribute.evidence) == 1
 

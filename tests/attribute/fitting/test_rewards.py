@@ -164,9 +164,9 @@ def test_labels_are_fitted_as_evidence_unless_products_rank_better(
         assert record["auc_evidence"] == record["auc"]
         assert 0.5 < record["auc_product"] <= 1.0
         assert record["reason"].startswith("Chose evidence: the right one of 3 labels is first")
+    shares = [0.9, 0.9, 0.8]  # evidence of all labels; products and evidence of those compared
     monkeypatch.setattr(fit, "right_first", lambda *_: shares.pop(0))
     monkeypatch.setattr(fit, "MAX_COMPARED", 2)  # the third product is fitted when it is chosen
-    shares = [0.9, 0.9, 0.8]  # evidence of all labels; products and evidence of those compared
     for attribute in Attribute.fit_each(texts, labels, vocab_size=VOCAB):
         assert attribute.config.fit["objective"] == "cross-entropy"
         assert attribute.config.fit["by_absence"]
