@@ -361,3 +361,82 @@ def test_tokens_that_are_not_contiguous_raise_no_warning() -> None:
         [False, True, False],
         [True, True, True],
     ]
+
+
+REWARDS = [0.0, 2.0, -1.0, 0.5]
+
+
+def kind(once: bool = True) -> Attribute:
+    return Attribute.from_rewards(REWARDS, bias=-0.25, once=once, name="kind")
+
+
+def log_odds(attribute: Attribute, text: list[int]) -> float:
+    return float(attribute.probability(text).logit())
+
+
+def test_evidence_counts_a_token_once_or_every_time() -> None:
+    text = [1, 2, 1, 0, 1]
+    assert log_odds(kind(), text) == pytest.approx(-0.25 + 2 - 1)
+    assert log_odds(kind(once=False), text) == pytest.approx(-0.25 + 3 * 2 - 1)
+    assert float(kind().probability([[]])) == pytest.approx(1 / (1 + np.exp(0.25)))
+    texts = [[1, 2, 1], [], [3, 3], [9]]  # a batch counts per text, and ignores unknown tokens
+    expected = torch.tensor([0.75, -0.25, 0.25, -0.25], dtype=torch.float64).sigmoid()
+    torch.testing.assert_close(kind().probability(texts), expected)
+
+
+def test_the_complement_of_evidence_is_evidence() -> None:
+    texts = [[1, 2], [3], []]
+    unkind = ~kind()
+    torch.testing.assert_close(unkind.probability(texts), 1 - kind().probability(texts))
+    assert unkind.evidence[0].rewards.tolist() == [-2.0, 1.0, -0.5]
+    original = kind()
+    assert ~~original is original
+
+
+def test_a_conjunction_with_evidence_is_the_product_of_probabilities() -> None:
+    product = Attribute.from_weights([1.0, 0.5, 0.9, 1.0], name="clean")
+    texts = [[1, 2], [3], [], [1, 1]]
+    for both in (product & kind(), kind() & product):
+        expected = product.probability(texts) * kind().probability(texts)
+        torch.testing.assert_close(both.probability(texts), expected)
+    squared = kind() & kind()
+    torch.testing.assert_close(squared.probability(texts), kind().probability(texts) ** 2)
+    for conjunction in (both, squared):
+        with pytest.raises(InvalidInputError, match="Negate single attributes"):
+            _ = ~conjunction
+
+
+def test_a_disjunction_with_evidence_is_refused() -> None:
+    product = Attribute.from_weights([1.0, 0.5, 0.9, 1.0])
+    for left, right in ((kind(), product), (product, kind()), (kind(), kind())):
+        with pytest.raises(InvalidInputError, match="kind is evidence"):
+            _ = left | right
+
+
+def test_a_power_multiplies_log_odds_and_log_weights() -> None:
+    texts = [[1, 2], [3], []]
+    product = Attribute.from_weights([1.0, 0.5, 0.9, 1.0])
+    torch.testing.assert_close((product**3).probability(texts), product.probability(texts) ** 3)
+    expected = (2.5 * kind().probability(texts).logit()).sigmoid()
+    torch.testing.assert_close((kind() ** 2.5).probability(texts), expected)
+    both = (product & kind()) ** 2
+    separate = (product**2).probability(texts) * (kind() ** 2).probability(texts)
+    torch.testing.assert_close(both.probability(texts), separate)
+    assert kind().has_power
+    assert not (~product).has_power
+    for exponent in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(InvalidInputError, match="strength"):
+            _ = kind() ** exponent
+
+
+def test_top_tokens_of_evidence_are_for_and_against() -> None:
+    effects = kind().top_tokens()
+    assert [effect.token for effect in effects] == [1, 2, 3]
+    assert effects[0].probability == pytest.approx(float(kind().probability([1])))
+    assert effects[1].probability < float(kind().probability([[]])) < effects[2].probability
+
+
+@pytest.mark.parametrize("rewards", [[float("nan")], [float("inf")], [[1.0]], ["a"], [1j]])
+def test_invalid_rewards_are_refused(rewards: Any) -> None:
+    with pytest.raises(InvalidInputError, match="Rewards must be"):
+        Attribute.from_rewards(rewards)

@@ -49,6 +49,73 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         AttributeStore(tmp_path, tokenizer_fingerprint="sha256:b")["a"]
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_saved_evidence_is_loaded_unchanged(tmp_path: Path, once: bool) -> None:
+    rewards = torch.tensor([0.5, 0.0, -1.5, 0.25])
+    kind = Attribute.from_rewards(rewards, bias=-0.125, once=once, name="kind")
+    none = Attribute.from_rewards(torch.zeros(4), bias=1.0)
+    for attribute in (kind, ~kind, kind**2.5, some() & kind, kind & none & ~kind, none):
+        attribute.save(tmp_path / "file")
+        loaded = Attribute.load(tmp_path / "file")
+        assert loaded.config == attribute.config
+        assert [one.once for one in loaded.evidence] == [one.once for one in attribute.evidence]
+        assert torch.equal(loaded.probability(TEXTS), attribute.probability(TEXTS))
+
+
+def evidence(**changed: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of two pieces of evidence, with some replaced."""
+    return {
+        "evidence_bias": torch.tensor([0.5, -1.0], dtype=torch.float64),
+        "evidence_once": torch.tensor([1, 0], dtype=torch.uint8),
+        "evidence_sizes": torch.tensor([2, 1]),
+        "evidence_tokens": torch.tensor([0, 3, 1], dtype=torch.int32),
+        "evidence_rewards": torch.tensor([0.5, -1.5, 2.0]),
+        **{f"evidence_{name}": tensor for name, tensor in changed.items()},
+    }
+
+
+def test_evidence_of_a_file_is_split_by_its_sizes(tmp_path: Path) -> None:
+    write_file(tmp_path / "file", evidence(), {"format_version": 3})
+    first, second = Attribute.load(tmp_path / "file").evidence
+    assert (first.tokens.tolist(), first.bias, first.once) == ([0, 3], 0.5, True)
+    assert (second.rewards.tolist(), second.bias, second.once) == ([2.0], -1.0, False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bias": torch.tensor([float("nan"), 0.0], dtype=torch.float64)},
+        {"bias": torch.zeros(1, dtype=torch.float64)},
+        {"once": torch.ones(1, dtype=torch.uint8)},
+        {"once": torch.tensor([0.5, 0.5])},
+        {"sizes": torch.tensor([2, 2])},
+        {"sizes": torch.tensor([4, -1])},
+        {"sizes": torch.tensor([3])},
+        {"tokens": torch.tensor([3, 0, 1], dtype=torch.int32)},
+        {"tokens": torch.tensor([3, 3, 1], dtype=torch.int32)},
+        {"tokens": torch.tensor([-1, 3, 1], dtype=torch.int32)},
+        {"tokens": torch.tensor([0, 2**32 + 3, 1])},
+        {"tokens": torch.tensor([0.0, 3.0, 1.0])},
+        {"rewards": torch.tensor([0.5, float("inf"), 2.0])},
+        {"rewards": torch.tensor([0.5, 1.0])},
+        {"rewards": torch.tensor([1, 2, 3])},
+    ],
+)
+def test_damaged_evidence_is_refused(tmp_path: Path, changed: dict[str, Tensor]) -> None:
+    write_file(tmp_path / "file", evidence(**changed), {"format_version": 3})
+    with pytest.raises(InvalidFileError, match="file"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["bias", "once", "sizes", "tokens", "rewards"])
+def test_missing_tensors_of_evidence_are_refused(tmp_path: Path, name: str) -> None:
+    tensors = evidence()
+    del tensors[f"evidence_{name}"]
+    write_file(tmp_path / "file", tensors, {"format_version": 3})
+    with pytest.raises(InvalidFileError, match="file"):
+        Attribute.load(tmp_path / "file")
+
+
 def damaged(path: Path, kind: str) -> None:
     """Write a file that is damaged in one of several ways."""
     tensors = {
@@ -74,7 +141,7 @@ def damaged(path: Path, kind: str) -> None:
     elif kind == "other shape":
         tensors["log_weights"] = torch.zeros(2, 2)
     elif kind == "newer":
-        header["format_version"] = 3
+        header["format_version"] = 4
     elif kind in ("no automaton", "invalid automaton"):
         header["format_version"] = 2
         if kind == "invalid automaton":

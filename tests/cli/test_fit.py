@@ -77,9 +77,50 @@ def test_one_attribute_per_author(scored: Path, tiny_lm: Path, tmp_path: Path) -
     done = run("fit", scored, "--tokenizer", tiny_lm, "--by", "author", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "3 attributes" in done.stdout
+    assert "Chose evidence: the right one of 3 labels is first for" in done.stdout
     store = AttributeStore(out)
     assert list(store) == ["Author 0", "Author 1", "Author 2"]
     assert store["Author 1"].top_tokens(1)[0].token == WORDS.index("w2")
+
+
+def test_evidence_is_fitted_and_shown_without_kept_words(
+    scored: Path, tiny_lm: Path, tmp_path: Path
+) -> None:
+    out, words = tmp_path / "rude.safetensors", tmp_path / "words.txt"
+    words.write_text("# left out\nW8\nno-such-word\n")
+    options = ["--score", "rudeness", "--objective", "evidence", "--keep", words, "--out", out]
+    done = run("fit", scored, "--tokenizer", tiny_lm, *options, "--plot", tmp_path / "fit.png")
+    assert done.returncode == 0, done.stderr
+    assert "1 tokens of 2 words do not decide" in done.stdout
+    assert (tmp_path / "fit.png").exists()
+    attribute = Attribute.load(out)
+    assert WORDS.index("w8") not in attribute.evidence[0].tokens.tolist()
+    assert attribute.config.fit["keep"] == 1
+    shown = run("attribute", "show", out, "--tokenizer", tiny_lm, "--tokens", 3).stdout
+    lines = shown.splitlines()
+    header = next(index for index, line in enumerate(lines) if "against" in line)
+    assert "'w7'" in lines[header + 1]
+    assert "+" in lines[header + 1]
+    assert len(lines) == header + 4
+    assert "tokens with reward" in shown
+
+
+def test_group_terms_among_the_strongest_tokens_are_a_warning(tmp_path: Path) -> None:
+    terms = ["<|endoftext|>", "w0", "women", "other"]
+    lm = write_tiny_lm(tmp_path / "lm", word_tokenizer(terms))
+    rows: list[dict[str, object]] = []
+    for number in range(200):
+        word, score = ("women", 1) if number % 2 else ("other", 0)
+        rows.append({"text": f"w0 {word}", "score": score})
+    data, out = write(tmp_path / "data.jsonl", rows), tmp_path / "a.safetensors"
+    warning = "Warning: terms for groups of people are among the 50 strongest tokens: women."
+    for objective in ("evidence", "cross-entropy"):
+        options = ["--objective", objective, "--by-absence", "--out", out]
+        done = run("fit", data, "--tokenizer", lm, *options)
+        assert warning in done.stdout, done.stderr
+        assert warning in run("attribute", "show", out, "--tokenizer", lm).stdout
+        kept = run("fit", data, "--tokenizer", lm, *options, "--keep", "groups")
+        assert "Warning" not in kept.stdout, kept.stderr
 
 
 def test_judge_scores_are_cached(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
@@ -144,6 +185,7 @@ def test_bad_input_is_a_one_line_error(
         (["--by", "author", "--plot", "p.png"], "no meaning with --by"),
         (["--label", "toxic"], "are for a --judge"),
         (["--out", "."], "is a folder"),
+        (["--keep", "no-such-file"], "one word per line"),
     ],
 )
 def test_options_without_effect_are_errors(

@@ -3,8 +3,9 @@
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.expression import Expression, as_expression, parse
-from foretrace.attribute.fitting.fit import FitConfig
+from foretrace.attribute.fitting.fit_config import FitConfig
 from foretrace.attribute.fitting.tokenize import Windows, tokenize
+from foretrace.attribute.fitting.words import group_terms, word_tokens
 from foretrace.attribute.store import AttributeStore
 from foretrace.attribute.transform import LogitAffine
 
@@ -18,6 +19,8 @@ __all__ = [
     "TokenEffect",
     "Windows",
     "as_expression",
+    "group_terms",
     "parse",
     "tokenize",
+    "word_tokens",
 ]

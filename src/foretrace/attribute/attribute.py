@@ -17,7 +17,9 @@ from foretrace.attribute.automata.substring import substring_dfa
 from foretrace.attribute.automata.weighted import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
-from foretrace.attribute.fitting.fit import Examples, FitConfig, fit_terms
+from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
+from foretrace.attribute.fitting.fit_config import FitConfig
 from foretrace.attribute.terms import Terms
 from foretrace.attribute.texts import Mask, Text, Texts, flatten
 from foretrace.errors import InvalidInputError
@@ -118,9 +120,10 @@ class Attribute:
             examples, held_out = examples.split(config.held_out, config.seed)
         else:
             held_out = Examples.from_scores(*validation, vocab_size)
-        terms, record = fit_terms(examples, held_out, config)
-        record["source"] = dict(source or {})
-        return cls(terms, AttributeConfig(name, vocab_size, tokenizer_fingerprint, record))
+        fitted = fit_scores(examples, held_out, config)
+        record = {**fitted.record, "source": dict(source or {})}
+        config_of_fit = AttributeConfig(name, vocab_size, tokenizer_fingerprint, record)
+        return cls(fitted.terms, config_of_fit, fitted.evidence)
 
     @classmethod
     def fit_each(
@@ -137,8 +140,10 @@ class Attribute:
     ) -> Iterator[Self]:
         """Fit one attribute per label; the texts of all other labels are its negatives.
 
-        By default, `by_absence` is set: single tokens often distinguish a label from all others.
-        The same share of the texts of each label is held out.
+        By default, evidence is fitted to all labels at once by a softmax, unless products that are
+        fitted by absence, compared on up to 10 labels, rank the right label first more often. The
+        log-odds of evidence also rank the labels. The same share of the texts of each label is
+        held out.
 
         Args:
             token_ids: The token ids of each text.
@@ -167,19 +172,19 @@ class Attribute:
                 f"There are no others' texts to compare with: all have the label "
                 f"'{', '.join(names)}'. Add texts of another label."
             )
-        config = config or FitConfig(by_absence=True)
+        config = config or FitConfig()
         numbers = {name: number for number, name in enumerate(names)}
         examples = Examples.from_labels(token_ids, labels, numbers, vocab_size, groups)
         if validation is None:
             examples, held_out = examples.split(config.held_out, config.seed)
         else:
             held_out = Examples.from_labels(*validation, numbers, vocab_size)
-        for name, number in numbers.items():
-            terms, record = fit_terms(
-                examples.scored_by_label(number), held_out.scored_by_label(number), config
-            )
-            record["source"] = dict(source or {})
-            yield cls(terms, AttributeConfig(name, vocab_size, tokenizer_fingerprint, record))
+        for name, fitted in zip(
+            names, fit_each_label(examples, held_out, len(names), config), strict=True
+        ):
+            record = {**fitted.record, "source": dict(source or {})}
+            config_of_fit = AttributeConfig(name, vocab_size, tokenizer_fingerprint, record)
+            yield cls(fitted.terms, config_of_fit, fitted.evidence)
 
     @classmethod
     def from_weights(

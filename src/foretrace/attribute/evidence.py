@@ -59,11 +59,12 @@ class Evidence:
         `tokens` (N,) holds the ids of all texts one after the other, and `text_index` (N,) the text
         of each token, in ascending order.
         """
-        if self.once and len(tokens):
-            pairs = torch.stack([text_index.long(), tokens.long()])
-            text_index, tokens = torch.unique(pairs, dim=1)
         log_odds = torch.full((count,), float(self.bias), dtype=torch.float64)
-        if len(self.tokens):
-            index, found = find_sorted(self.tokens, tokens)
-            log_odds.index_add_(0, text_index[found], self.rewards[index[found]].double())
-        return log_odds
+        if not len(self.tokens):
+            return log_odds
+        index, found = find_sorted(self.tokens, tokens)
+        index, text_index = index[found].long(), text_index[found].long()
+        if self.once:
+            pairs = torch.unique(text_index * len(self.tokens) + index)
+            index, text_index = pairs % len(self.tokens), pairs // len(self.tokens)
+        return log_odds.index_add_(0, text_index, self.rewards[index].double())

@@ -1,19 +1,23 @@
 """`foretrace attribute`: inspect fitted attributes."""
 
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretrace.cli.model_loading import load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedTokenizerBase
 
     from foretrace.attribute import Attribute
 
 app = typer.Typer(help="Inspect attributes.", no_args_is_help=True)
 MIN_HELD_OUT_TEXTS = 50  # an AUC on fewer texts is not reliable
+NUM_STRONGEST = 50  # tokens in which terms for groups of people are looked for
 
 
 @app.callback()
@@ -48,24 +52,77 @@ def show(
 def describe(
     attribute: "Attribute", tokenizer: "PreTrainedTokenizerBase | None", tokens: int = 20
 ) -> None:
-    """Print how an attribute was fitted, its quality, and the `tokens` tokens of largest effect."""
+    """Print how an attribute was fitted, its quality, and the `tokens` tokens of largest effect.
+
+    Tokens of evidence are listed with their rewards, those for and against apart.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text  # keeps names and tokens from being parsed as markup
 
     table = Table(show_header=False, box=None)
     table.add_row("attribute", Text(attribute.name))
-    table.add_row("terms", f"{len(attribute.terms)}")
-    table.add_row("tokens with weight", f"{len(attribute.terms.tokens):,}")
+    if len(attribute.terms.tokens) or not attribute.evidence:
+        table.add_row("terms", f"{len(attribute.terms)}")
+        table.add_row("tokens with weight", f"{len(attribute.terms.tokens):,}")
+    for evidence in attribute.evidence:
+        table.add_row("tokens with reward", f"{len(evidence.tokens):,}")
     for name, value in _fit_facts(attribute):
         table.add_row(name, Text(value))
     console = Console()
     console.print(table)
-    strongest = Table("token", "probability of the attribute", box=None)
-    for token, probability in attribute.top_tokens(tokens):
-        text = f"{token}" if tokenizer is None else repr(tokenizer.decode([token]))
-        strongest.add_row(Text(text), f"{probability:.3f}")
-    console.print(strongest)
+
+    def shown(token: int) -> Text:
+        return Text(f"{token}" if tokenizer is None else repr(tokenizer.decode([token])))
+
+    if attribute.evidence:
+        both = Table("for", "reward", "against", "reward", box=None)
+        rewards = _rewards(attribute)
+        ascending = sorted(rewards, key=lambda token: rewards[token])
+        pairs = zip_longest(
+            [token for token in reversed(ascending) if rewards[token] > 0][:tokens],
+            [token for token in ascending if rewards[token] < 0][:tokens],
+        )
+        for pair in pairs:
+            cells: list[str | Text] = []
+            for token in pair:
+                cells += ("", "") if token is None else (shown(token), f"{rewards[token]:+.2f}")
+            both.add_row(*cells)
+        console.print(both)
+    else:
+        strongest = Table("token", "probability of the attribute", box=None)
+        for token, probability in attribute.top_tokens(tokens):
+            strongest.add_row(shown(token), f"{probability:.3f}")
+        console.print(strongest)
+    if tokenizer is not None:
+        _warn_of_group_terms(attribute, tokenizer)
+
+
+def _rewards(attribute: "Attribute") -> dict[int, float]:
+    """Return the sum of each token's rewards, over all evidence of the attribute."""
+    sums: dict[int, float] = {}
+    for evidence in attribute.evidence:
+        pairs = zip(evidence.tokens.tolist(), evidence.rewards.tolist(), strict=True)
+        for token, reward in pairs:
+            sums[token] = sums.get(token, 0.0) + reward
+    return sums
+
+
+def _warn_of_group_terms(attribute: "Attribute", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Print the terms for groups of people among the strongest tokens, if there are some."""
+    from foretrace.attribute import group_terms
+    from foretrace.attribute.fitting.words import normalize
+
+    strongest = [effect.token for effect in attribute.top_tokens(NUM_STRONGEST)]
+    if rewards := _rewards(attribute):
+        by_size = sorted(rewards, key=lambda token: -abs(rewards[token]))
+        strongest = by_size[:NUM_STRONGEST]
+    words = {normalize(str(tokenizer.decode([token]))) for token in strongest}
+    if terms := sorted(words & set(group_terms())):
+        typer.echo(
+            f"Warning: terms for groups of people are among the {NUM_STRONGEST} strongest tokens: "
+            f"{', '.join(terms)}. To fit the attribute without them, use --keep groups."
+        )
 
 
 def _format_auc(auc: float | None, texts: int) -> str:
@@ -92,5 +149,16 @@ def _fit_facts(attribute: "Attribute") -> list[tuple[str, str]]:
         ("texts", f"{facts['texts']:,}, and {facts['held_out_texts']:,} held out"),
         ("windows", f"{facts['windows']:,}, and {facts['held_out_windows']:,} held out"),
         ("AUC, held out", _format_auc(auc, facts["held_out_texts"])),
+        *_comparison(facts),
         ("calibration error", f"{facts['calibration_error']:.4f}"),
     ]
+
+
+def _comparison(facts: "Mapping[str, Any]") -> list[tuple[str, str]]:
+    """Return how a product and evidence compare, if both were fitted."""
+    rows = []
+    if facts.get("right_first") is not None:
+        rows.append(("right label first, held out", f"{facts['right_first']:.1%}"))
+    if "reason" in facts:
+        rows.append(("choice", str(facts["reason"])))
+    return rows

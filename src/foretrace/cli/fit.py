@@ -1,5 +1,6 @@
 """`foretrace fit`: fit an attribute to scored texts, or one attribute per label."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -25,10 +26,12 @@ EPILOG = (
 
 
 class Objective(StrEnum):
-    """The loss that the fit minimizes."""
+    """What is fitted, and by which loss."""
 
+    auto = "auto"
     cross_entropy = "cross-entropy"
     log_mse = "log-mse"
+    evidence = "evidence"
 
 
 def fit(
@@ -69,16 +72,35 @@ def fit(
         str, typer.Option(help="Device of the classifier: cpu, cuda, or auto.")
     ] = "auto",
     objective: Annotated[
-        Objective, typer.Option(help="Loss of the fit.")
-    ] = Objective.cross_entropy,
+        Objective,
+        typer.Option(
+            help="cross-entropy: a product of weights, for what a text must avoid; log-mse: the "
+            "paper's; evidence: log-odds, for what speaks for and against; auto: cross-entropy or "
+            "evidence, whichever ranks held-out texts better."
+        ),
+    ] = Objective.auto,
     terms: Annotated[int, typer.Option(help="Maximum number of terms in the mixture.")] = 1,
     by_absence: Annotated[
         bool | None,
-        typer.Option(help="Fit the attribute's absence and negate it. Default with --by."),
+        typer.Option(
+            help="Fit the absence of the attribute as a product and negate it. Default with --by "
+            "and a product as --objective."
+        ),
     ] = None,
     scale: Annotated[float | None, typer.Option(help="Scale of the scores' transform.")] = None,
     shift: Annotated[float | None, typer.Option(help="Shift of the scores' transform.")] = None,
-    penalty: Annotated[float, typer.Option(help="Penalty on the weights of rare tokens.")] = 1.0,
+    penalty: Annotated[
+        float, typer.Option(help="Penalty on the weights or rewards of rare tokens.")
+    ] = 1.0,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|groups",
+            help="Words that must not decide, one per line, or 'groups': neutral terms for groups "
+            "of people. Only words that are one token of the tokenizer are left out, in any "
+            "capitalisation; list plurals as lines of their own.",
+        ),
+    ] = None,
     window: Annotated[int, typer.Option(help="Tokens per window; longer texts are split.")] = 128,
     seed: Annotated[int, typer.Option(help="Random seed of the held-out split.")] = 0,
     plot: Annotated[
@@ -100,19 +122,22 @@ def fit(
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
+    is_product = objective in (Objective.cross_entropy, Objective.log_mse)
     config = FitConfig(
         objective=objective.value,
         terms=terms,
         transform=transform,
-        by_absence=by is not None if by_absence is None else by_absence,
+        by_absence=by is not None and is_product if by_absence is None else by_absence,
         penalty=penalty,
         seed=seed,
     )
-    source = {"data": data.name, "text": text, "window": window}
+    source: dict[str, Any] = {"data": data.name, "text": text, "window": window}
     target = by or (None if judge else score)
     rows = _tabular.read_rows(data, [text] if target is None else [text, target])
     texts = _tabular.texts(rows, text, data)
-    fitter = _Fitter(tokenizer, window, config)
+    fitter = _Fitter(tokenizer, window, config, _read_kept_words(keep))
+    if keep is not None:
+        source["keep"] = keep
     if by is not None:
         labels = [str(value) for value in _tabular.column(rows, by, data)]
         fitter.fit_labels(texts, labels, out, {**source, "by": by})
@@ -161,11 +186,17 @@ def _check_options(out: Path, per_label: bool, by: tuple[Any, ...], judge: tuple
 class _Fitter:
     """Tokenizes texts, fits attributes, saves them and prints a summary."""
 
-    def __init__(self, tokenizer: str, window: int, config: "FitConfig") -> None:
+    def __init__(
+        self, tokenizer: str, window: int, config: "FitConfig", kept_words: list[str]
+    ) -> None:
+        from foretrace.attribute import word_tokens
         from foretrace.vocabulary import tokenizer_settings
 
         self.tokenizer = load_tokenizer(tokenizer)
         self.window = window
+        if kept_words:
+            config = replace(config, keep=word_tokens(kept_words, self.tokenizer))
+            typer.echo(f"{len(config.keep)} tokens of {len(kept_words)} words do not decide")
         self.settings = {"config": config, **tokenizer_settings(self.tokenizer.get_vocab())}
 
     def fit_scores(
@@ -198,6 +229,7 @@ class _Fitter:
         from foretrace.attribute import Attribute, AttributeStore, tokenize
 
         store, names, aucs = AttributeStore(out), sorted(set(labels)), []
+        attribute = None
         for label in names:
             store.path(label)  # raises an error for an invalid name before the fit
         windows = tokenize(texts, self.tokenizer, self.window)
@@ -213,6 +245,8 @@ class _Fitter:
                 store.add(attribute)
                 aucs.append(attribute.config.fit["auc"])
                 bars.update("fit", done, len(names), "attributes")
+        if attribute is not None and "reason" in attribute.config.fit:
+            typer.echo(attribute.config.fit["reason"])
         known_aucs = [auc for auc in aucs if auc is not None] or [float("nan")]
         examples = ", ".join(f"'{name}'" for name in names[:3]) + (
             ", ..." if len(names) > 3 else ""
@@ -221,6 +255,28 @@ class _Fitter:
             f"{len(names)} attributes in {out} ({examples}), median AUC on held-out texts "
             f"{median(known_aucs):.3f}"
         )
+
+
+def _read_kept_words(keep: str | None) -> list[str]:
+    """Return the words of a file, or the terms for groups of people."""
+    from foretrace.attribute import group_terms
+    from foretrace.attribute.fitting.words import GROUPS, parse_words
+    from foretrace.errors import reason
+
+    if keep is None:
+        return []
+    if keep == GROUPS:
+        return group_terms()
+    try:
+        words = parse_words(Path(keep).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"--keep {keep} cannot be read ({reason(error)}). Pass a text file with one word "
+            f"per line, or '{GROUPS}'."
+        ) from error
+    if not words:
+        raise typer.BadParameter(f"--keep {keep} has no words. Write one per line.")
+    return words
 
 
 def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str], list[float]]:

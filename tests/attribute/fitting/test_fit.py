@@ -9,7 +9,8 @@ from scipy.optimize import check_grad
 from scipy.sparse import csr_array
 
 from foretrace.attribute import Attribute, FitConfig, LogitAffine
-from foretrace.attribute.fitting import fit, objectives
+from foretrace.attribute.fitting import objectives, products
+from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.objectives import Array
 from foretrace.errors import InvalidInputError
 
@@ -112,7 +113,7 @@ def test_the_transform_is_chosen_on_validation_texts(
     inverted: bool,
     expected: LogitAffine,
 ) -> None:
-    monkeypatch.setattr(fit, "TRANSFORMS", transforms)
+    monkeypatch.setattr(products, "TRANSFORMS", transforms)
     texts, scores = scored_texts(300, 1)
     validation = (texts, [1 - score for score in scores] if inverted else scores)
     fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
@@ -130,7 +131,7 @@ def test_a_transform_in_the_config_is_used() -> None:
 def test_windows_of_one_text_are_held_out_together() -> None:
     texts, scores = scored_texts(1000)
     groups = [index // 4 for index in range(1000)]
-    fitting, held_out = fit.Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
+    fitting, held_out = Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
     assert not set(fitting.groups) & set(held_out.groups)
     assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
     record = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
@@ -177,6 +178,58 @@ def test_fit_each_fits_one_attribute_per_label() -> None:
         assert attribute.config.fit["auc"] > 0.99
 
 
+def balanced_texts() -> tuple[list[list[int]], list[float]]:
+    """Return texts scored by words for and against, which no product can fit."""
+    random = np.random.default_rng(0)
+    rewards = np.linspace(-2, 2, VOCAB)
+    texts = [random.integers(0, VOCAB, random.integers(3, 10)).tolist() for _ in range(1000)]
+    log_odds = np.array([rewards[list(set(text))].sum() for text in texts])
+    return texts, (1 / (1 + np.exp(-log_odds))).tolist()
+
+
+def test_auto_chooses_evidence_only_where_it_ranks_clearly_better() -> None:
+    record = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB).config.fit
+    assert record["objective"] == "cross-entropy"
+    assert record["auc"] == record["auc_product"] > record["auc_evidence"] - products.MIN_AUC_GAIN
+    assert record["reason"].startswith("Chose a product: its AUC on held-out texts is")
+    attribute = Attribute.fit(*balanced_texts(), vocab_size=VOCAB)
+    record = attribute.config.fit
+    assert record["objective"] == "evidence"
+    assert record["auc"] == record["auc_evidence"] > record["auc_product"] + products.MIN_AUC_GAIN
+    assert record["reason"].startswith("Chose evidence: its AUC on held-out texts is")
+    assert len(attribute.evidence) == 1
+
+
+@pytest.mark.parametrize("settings", [{"by_absence": True}, {"terms": 2}])
+def test_auto_means_a_product_where_only_products_have_a_setting(settings: dict[str, Any]) -> None:
+    attribute = Attribute.fit(*balanced_texts(), vocab_size=VOCAB, config=FitConfig(**settings))
+    assert not attribute.evidence
+    assert attribute.config.fit["objective"] == "cross-entropy"
+    assert "products only" in attribute.config.fit["reason"]
+
+
+@pytest.mark.parametrize("objective", ["auto", "cross-entropy", "log-mse", "evidence"])
+def test_kept_tokens_do_not_decide(objective: str) -> None:
+    """Token 1 always occurs with token 0. Without token 0, it takes its place."""
+    texts, scores = scored_texts(1000)
+    texts = [[*text, 1] if 0 in text else [token for token in text if token != 1] for text in texts]
+    config = FitConfig(objective=objective, keep=[0, 0])
+    attribute = Attribute.fit(texts, scores, vocab_size=VOCAB, config=config)
+    assert 0 not in [effect.token for effect in attribute.top_tokens(VOCAB)]
+    assert attribute.top_tokens(1)[0].token == 1
+    assert attribute.config.fit["keep"] == 1
+    labels = [f"role {score > 0.5}" for score in scores]
+    for one in Attribute.fit_each(texts, labels, vocab_size=VOCAB, config=config):
+        assert 0 not in [effect.token for effect in one.top_tokens(VOCAB)]
+
+
+def test_kept_tokens_outside_the_vocabulary_are_refused() -> None:
+    texts, scores = scored_texts(100)
+    for keep in ([VOCAB], [-1]):
+        with pytest.raises(InvalidInputError, match="another tokenizer"):
+            Attribute.fit(texts, scores, vocab_size=VOCAB, config=FitConfig(keep=keep))
+
+
 @pytest.mark.parametrize(
     ("texts", "scores", "expected"),
     [
@@ -206,6 +259,9 @@ def test_bad_input_is_refused(texts: Any, scores: list[float], expected: str) ->
         {"objective": "mse"},
         {"terms": 0},
         {"terms": 2, "objective": "log-mse"},
+        {"terms": 2, "objective": "evidence"},
+        {"keep": ["women"]},
+        {"keep": 7},
         {"penalty": -1.0},
         {"penalty": float("inf")},
         {"seed": -1},

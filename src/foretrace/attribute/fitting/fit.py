@@ -1,273 +1,143 @@
-"""Fit an attribute: from scored texts to products of token weights, in about a second."""
+"""Fit an attribute to scored or labelled texts, and choose between a product and evidence."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from torch import Tensor
 
-from foretrace.attribute.fitting import objectives
-from foretrace.attribute.fitting.counts import token_counts
-from foretrace.attribute.fitting.held_out import auc, held_out_metrics
+from foretrace.attribute.fitting.candidate import Candidate
+from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.fit_config import FitConfig
 from foretrace.attribute.fitting.objectives import Array
-from foretrace.attribute.terms import MAX_TERMS, Terms
-from foretrace.attribute.texts import Texts
-from foretrace.attribute.transform import LogitAffine
+from foretrace.attribute.fitting.products import MIN_AUC_GAIN, fit_products
+from foretrace.attribute.fitting.rewards import fit_evidence, fit_labels
 from foretrace.errors import InvalidInputError
 
-Indices = NDArray[np.int64]
-
-OBJECTIVES = ("cross-entropy", "log-mse")
-# The identity comes first: another transform must rank held-out texts clearly better.
-TRANSFORMS = (LogitAffine(), LogitAffine(2.0, 0.0), LogitAffine(3.0, -3.0))
-MIN_AUC_GAIN = 0.005  # less is within chance for some thousands of texts
-MIN_COST = 1e-4  # a hundred tokens with less change a probability by less than one percent
+MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
 
 
-@dataclass(frozen=True)
-class FitConfig:
-    """The settings of a fit.
-
-    Attributes:
-        objective: "cross-entropy", or "log-mse": the paper's, which is faster and ranks less well.
-        terms: The largest number of products in the mixture; 1 for log-mse.
-        transform: The transform of the scores before the fit. By default, it is chosen on held-out
-            texts. If `by_absence` is set, it applies to the scores of the absence.
-        penalty: The number of texts with the attribute that are added for every token. More keeps
-            rare tokens from extreme weights.
-        min_texts: Tokens in fewer texts get no weight.
-        by_absence: Whether to fit the absence of the attribute and negate the result. This suits
-            attributes that single tokens reveal, such as a topic or a role. The paper recommends it
-            for rare attributes.
-        held_out: The share of the texts to hold out, if there are no validation texts.
-        seed: The seed of the held-out split and of the mixture's start.
-
-    Raises:
-        InvalidInputError: If a setting is out of range.
-
-    Example:
-        >>> ft.FitConfig(by_absence=True).objective
-        'cross-entropy'
-    """
-
-    objective: str = "cross-entropy"
-    terms: int = 1
-    transform: LogitAffine | None = None
-    penalty: float = 1.0
-    min_texts: int = 2
-    by_absence: bool = False
-    held_out: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise InvalidInputError(
-                f"The objective must be {' or '.join(OBJECTIVES)}, not '{self.objective}'."
-            )
-        if not 1 <= self.terms <= MAX_TERMS or (self.terms > 1 and self.objective == "log-mse"):
-            raise InvalidInputError(
-                f"{self.objective} cannot fit {self.terms} terms: log-mse fits 1, cross-entropy "
-                f"1 to {MAX_TERMS:,}."
-            )
-        valid_penalty = isfinite(self.penalty) and self.penalty >= 0
-        if not (valid_penalty and self.min_texts >= 1 and 0 < self.held_out < 1 and self.seed >= 0):
-            raise InvalidInputError(
-                f"The penalty must be 0 or more, min_texts 1 or more, held_out between 0 and 1 and "
-                f"the seed 0 or more; they are {self.penalty}, {self.min_texts}, {self.held_out} "
-                f"and {self.seed}."
-            )
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Texts as token counts, with their probabilities of having the attribute."""
-
-    counts: csr_array  # (n, V)
-    scores: Array  # (n,)
-    groups: Indices  # (n,): texts of one group are held out together
-    strata: Indices  # (n,): the same share of every stratum is held out
-
-    @classmethod
-    def from_scores(
-        cls,
-        token_ids: Texts,
-        scores: Sequence[float] | Tensor,
-        vocab_size: int,
-        groups: Sequence[int] | None = None,
-    ) -> Self:
-        """Count the tokens of texts and check their scores.
-
-        Without `groups`, every text is its own group. Texts with a score of at least 0.5 form one
-        stratum, and the others a second one.
-        """
-        values = np.asarray(torch.as_tensor(scores, dtype=torch.float64).cpu())
-        _check_one_per_text(len(token_ids), "scores", values)
-        invalid = ~((values >= 0) & (values <= 1))
-        if invalid.any():
-            raise InvalidInputError(
-                f"Scores must be probabilities in [0, 1], but {int(invalid.sum())} of "
-                f"{len(values)} are not: the first is {values[invalid][0]}, at index "
-                f"{int(invalid.argmax())}. Divide all scores by the largest, or remove these "
-                f"texts."
-            )
-        default = np.arange(len(values))
-        group_ids = default if groups is None else np.asarray(groups, dtype=np.int64)
-        _check_one_per_text(len(token_ids), "groups", group_ids)
-        strata = (values >= 0.5).astype(np.int64)
-        return cls(token_counts(token_ids, vocab_size), values, group_ids, strata)
-
-    @classmethod
-    def from_labels(
-        cls,
-        token_ids: Texts,
-        labels: Sequence[str],
-        numbers: Mapping[str, int],
-        vocab_size: int,
-        groups: Sequence[int] | None = None,
-    ) -> Self:
-        """Count tokens of labelled texts; the number of a label is its stratum, -1 if unknown."""
-        strata = np.array([numbers.get(label, -1) for label in labels], dtype=np.int64)
-        _check_one_per_text(len(token_ids), "labels", strata)
-        zeros = [0.0] * len(strata)
-        return replace(cls.from_scores(token_ids, zeros, vocab_size, groups), strata=strata)
-
-    def scored_by_label(self, number: int) -> Self:
-        """Return a copy with score 1 for the texts of this label and 0 for all others."""
-        return replace(self, scores=(self.strata == number).astype(np.float64))
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-    @property
-    def num_groups(self) -> int:
-        """Return the number of groups: of texts, if the rows are windows of texts."""
-        return len(np.unique(self.groups))
-
-    def take(self, rows: Indices) -> Self:
-        """Return a copy with these rows."""
-        return replace(
-            self,
-            counts=self.counts[rows],
-            scores=self.scores[rows],
-            groups=self.groups[rows],
-            strata=self.strata[rows],
-        )
-
-    def split(self, share: float, seed: int) -> tuple[Self, Self]:
-        """Split groups at random into (to fit, held out). Every stratum keeps some to fit."""
-        groups, first = np.unique(self.groups, return_index=True)
-        strata = self.strata[first]
-        order = np.random.default_rng(seed).permutation(len(groups))
-        order = order[np.argsort(strata[order], kind="stable")]
-        _, starts, counts = np.unique(strata[order], return_index=True, return_counts=True)
-        rank = np.arange(len(groups)) - np.repeat(starts, counts)  # within its stratum
-        selected = order[rank < np.repeat((share * counts).astype(int), counts)]
-        if not len(selected):
-            raise InvalidInputError(
-                f"{len(groups)} texts are too few to hold some out. A fit needs a few dozen texts "
-                f"at least, and some thousands to be good."
-            )
-        held_out = np.isin(self.groups, groups[selected])
-        return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
-
-
-def _check_one_per_text(num_texts: int, name: str, values: Array | Indices) -> None:
-    if values.shape != (num_texts,):
-        raise InvalidInputError(
-            f"There are {num_texts} texts, but {name} of shape {values.shape}. Pass one for each "
-            f"text."
-        )
-
-
-def fit_terms(
-    examples: Examples, held_out: Examples, config: FitConfig
-) -> tuple[Terms, dict[str, Any]]:
-    """Fit terms; return them with a record of the settings and the held-out metrics."""
+def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Candidate:
+    """Fit to scores, by the objective of the config."""
     if float(np.ptp(examples.scores)) == 0:
         raise InvalidInputError(
             f"All {len(examples)} scores are equal, so nothing can be fitted. Add texts with the "
             f"attribute and texts without it."
         )
-    transforms = TRANSFORMS if config.transform is None else (config.transform,)
-    if ((examples.scores == 0) | (examples.scores == 1)).all():
-        transforms = transforms[:1]  # a transform changes neither 0 nor 1
-    candidates = [_fit_with(transform, examples, held_out, config) for transform in transforms]
-    best = candidates[0]
-    for other in candidates[1:]:
-        if (other.auc or 0.0) > (best.auc or 0.0) + MIN_AUC_GAIN:
-            best = other
-    targets = _targets(held_out, best.transform, config)
-    record = {
-        **asdict(config),
-        "transform": asdict(best.transform),
-        "transform_chosen": config.transform is None,
-        "texts": examples.num_groups,
-        "windows": len(examples),
-        "held_out_texts": held_out.num_groups,
-        "held_out_windows": len(held_out),
-        "tokens_with_weight": len(best.terms.tokens),
-        "auc": best.auc,
-        **held_out_metrics(best.predicted, held_out.scores, targets),
-    }
-    return best.terms, record
-
-
-class _Candidate(NamedTuple):
-    """The fit under one transform."""
-
-    transform: LogitAffine
-    terms: Terms
-    predicted: Array  # probabilities of the held-out texts
-    auc: float | None
-
-
-def _fit_with(
-    transform: LogitAffine, examples: Examples, held_out: Examples, config: FitConfig
-) -> _Candidate:
-    """Fit terms under a transform, and predict the held-out texts."""
-    targets = _targets(examples, transform, config)
-    fitted = _fit_products(examples.counts, 1 - targets if config.by_absence else targets, config)
-    terms = fitted.negated() if config.by_absence else fitted
-    counts = held_out.counts[:, terms.tokens.numpy()]
-    sums = torch.from_numpy(counts @ terms.log_weights.double().numpy().T)
-    predicted = terms.probability(sums).numpy()
-    return _Candidate(transform, terms, predicted, auc(predicted, held_out.scores))
-
-
-def _targets(examples: Examples, transform: LogitAffine, config: FitConfig) -> Array:
-    """Return the transformed scores, as probabilities of having the attribute."""
-    if config.by_absence:
-        return 1 - transform(torch.from_numpy(1 - examples.scores)).numpy()
-    return transform(torch.from_numpy(examples.scores)).numpy()
-
-
-def _fit_products(counts: csr_array, targets: Array, config: FitConfig) -> Terms:
-    """Fit products to targets, over the tokens that can get a weight below 1."""
-    tokens = _weightable_tokens(counts, targets, config.min_texts)
-    counts = counts[:, tokens]
-    if not len(tokens):
-        return Terms.one()
-    if config.objective == "log-mse":
-        mixture = objectives.log_mse(counts, targets, config.penalty)
-    else:
-        mixture = objectives.cross_entropy(
-            counts, targets, config.penalty, config.terms, config.seed
-        )
-    kept = (mixture.costs >= MIN_COST).any(0)
-    return Terms(
-        torch.from_numpy(mixture.coefficients),
-        torch.from_numpy(tokens[kept]).to(torch.int32),
-        -torch.from_numpy(mixture.costs[:, kept]).float(),
+    examples, held_out = (split.without(config.keep) for split in (examples, held_out))
+    if config.objective == "evidence":
+        return fit_evidence(examples, held_out, config)
+    if config.objective != "auto":
+        return fit_products(examples, held_out, config)
+    product_config = replace(config, objective="cross-entropy")
+    product = fit_products(examples, held_out, product_config)
+    if reason := _product_only(config):
+        return _with_facts(product, reason=reason)
+    evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
+    use_evidence = (evidence.auc or 0.0) > (product.auc or 0.0) + MIN_AUC_GAIN
+    return _with_facts(
+        evidence if use_evidence else product,
+        auc_product=product.auc,
+        auc_evidence=evidence.auc,
+        reason=_reason(product.auc, evidence.auc, use_evidence),
     )
 
 
-def _weightable_tokens(counts: csr_array, targets: Array, min_texts: int) -> Indices:
-    """Return the tokens that can get a cost: some text with a target below 1 contains them."""
-    texts = np.bincount(counts.indices, minlength=counts.shape[1])
-    lacking = np.bincount(counts[targets < 1].indices, minlength=counts.shape[1])
-    return np.flatnonzero((texts >= min_texts) & (lacking > 0))
+def fit_each_label(
+    examples: Examples, held_out: Examples, num_labels: int, config: FitConfig
+) -> Iterator[Candidate]:
+    """Fit one classifier per label. The number of a text's label is its stratum."""
+    examples, held_out = (split.without(config.keep) for split in (examples, held_out))
+    labels = range(num_labels)
+
+    def fit_one(number: int, config: FitConfig) -> Candidate:
+        return fit_products(
+            examples.scored_by_label(number), held_out.scored_by_label(number), config
+        )
+
+    only = _product_only(config) if config.objective == "auto" else None
+    if only or config.objective not in ("auto", "evidence"):
+        objective = "cross-entropy" if only else config.objective
+        for number in labels:
+            candidate = fit_one(number, replace(config, objective=objective))
+            yield _with_facts(candidate, reason=only) if only else candidate
+        return
+    evidence = fit_labels(examples, held_out, num_labels, replace(config, objective="evidence"))
+    right = right_first([one.predicted for one in evidence], labels, held_out)
+    if config.objective == "evidence":
+        yield from (_with_facts(one, right_first=right) for one in evidence)
+        return
+    by_absence = replace(config, objective="cross-entropy", by_absence=True)
+    compared = np.unique(np.linspace(0, num_labels - 1, MAX_COMPARED).round().astype(int)).tolist()
+    products = {number: fit_one(number, by_absence) for number in compared}
+    shares = [
+        right_first([fitted[number].predicted for number in compared], compared, held_out)
+        for fitted in (products, evidence)
+    ]
+    use_evidence = (shares[0] or 0.0) <= (shares[1] or 0.0)
+    for number in labels:
+        product = products.get(number)
+        chosen = evidence[number] if use_evidence else product or fit_one(number, by_absence)
+        yield _with_facts(
+            chosen,
+            auc_product=None if product is None else product.auc,
+            auc_evidence=evidence[number].auc,
+            **({"right_first": right} if use_evidence else {}),
+            right_first_product=shares[0],
+            right_first_evidence=shares[1],
+            compared_labels=len(compared),
+            reason=_label_reason(shares, len(compared), use_evidence),
+        )
+
+
+def right_first(
+    predicted: Sequence[Array], labels: Sequence[int], held_out: Examples
+) -> float | None:
+    """Return the share of held-out texts of these labels whose own label has the highest value.
+
+    `predicted` holds the probabilities of the held-out windows for each label. The probabilities
+    of a text's windows are averaged. None if no held-out text has one of the labels.
+    """
+    rows = np.flatnonzero(np.isin(held_out.strata, labels))
+    if not len(rows):
+        return None
+    _, first, text = np.unique(held_out.groups[rows], return_index=True, return_inverse=True)
+    sums = np.stack([np.bincount(text, values[rows]) for values in predicted])
+    own = held_out.strata[rows][first]
+    return float((np.asarray(labels)[sums.argmax(0)] == own).mean())
+
+
+def _product_only(config: FitConfig) -> str | None:
+    """Return why "auto" means a product, if settings that only products have are set."""
+    if config.by_absence or config.terms > 1:
+        return "Chose a product: by_absence and several terms apply to products only."
+    return None
+
+
+def _reason(product: float | None, evidence: float | None, use_evidence: bool) -> str:
+    if product is None or evidence is None:
+        return "Chose a product: the held-out texts have no AUC to compare by."
+    if use_evidence:
+        return (
+            f"Chose evidence: its AUC on held-out texts is {evidence:.3f}, that of a product "
+            f"{product:.3f}."
+        )
+    return (
+        f"Chose a product: its AUC on held-out texts is {product:.3f}, that of evidence "
+        f"{evidence:.3f}, which must be better by {MIN_AUC_GAIN}."
+    )
+
+
+def _label_reason(shares: Sequence[float | None], compared: int, use_evidence: bool) -> str:
+    product, evidence = shares
+    if product is None or evidence is None:
+        return "Chose evidence: no held-out text has one of the labels to compare by."
+    chosen = "evidence" if use_evidence else "products"
+    return (
+        f"Chose {chosen}: the right one of {compared} labels is first for {evidence:.1%} of their "
+        f"held-out texts by evidence, and for {product:.1%} by products."
+    )
+
+
+def _with_facts(candidate: Candidate, **facts: object) -> Candidate:
+    """Return a copy with facts added to its record."""
+    return candidate._replace(record={**candidate.record, **facts})
