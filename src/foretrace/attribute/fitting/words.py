@@ -33,7 +33,7 @@ def word_tokens(words: Iterable[str], tokenizer: Decoder) -> list[int]:
     Example:
         >>> from foretrace.attribute import word_tokens
         >>> [tokenizer.decode([token]) for token in word_tokens(["A"], tokenizer)]
-        ['A', 'a']
+        ['A', 'a', ' a']
     """
     spelled = {normalize(word) for word in words} - {""}
     return sorted(
