@@ -26,7 +26,9 @@ START = 2.0  # the first strength to try
 TOLERANCE = 0.05  # of the price, relative
 MAX_EVALUATIONS = 8  # per level
 MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
-MIN_SLOPE, MAX_SLOPE = 0.2, 4.0  # of the logarithm of the strength by that of the price
+# Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
+# proportional to the square of the strength.
+PRIOR_SLOPE, PRIOR_WEIGHT = 0.5, 0.2
 MIN_BRACKET = 0.01  # relative: within it, prices differ by noise
 
 
@@ -41,7 +43,7 @@ def find_strength(
     """Find the strength whose price is `budget`, by the secant method on logarithms.
 
     The price is nearly a power of the strength. It is not evaluated beyond MIN_STRENGTH and
-    MAX_STRENGTH: if the largest strength costs less than the budget, it is returned.
+    MAX_STRENGTH. Where no strength reaches the budget, a bound or the nearest price is returned.
 
     Args:
         price: Returns the mean price of a strength in nats per token.
@@ -92,13 +94,15 @@ def _next_strength(known: Mapping[float, float], budget: float, start: float) ->
         return below * exp(width * min(max(share, 0.05), 0.95))
     direction = 1 if above is None else -1
     nearest, *others = sorted(known, reverse=above is None)
-    slope = 0.5  # for weak steering, the price is proportional to the square of the strength
+    distance, slope = 0.0, PRIOR_SLOPE
     if others:
+        # The prior keeps the noise of two prices that are close from deciding the slope.
+        distance = abs(log(others[0] / nearest))
         difference = abs(excess[others[0]] - excess[nearest])
-        slope = abs(log(others[0] / nearest)) / max(difference, 1e-9)
-    size = abs(excess[nearest]) * max(slope, MIN_SLOPE)
-    if slope > MAX_SLOPE:  # the price hardly changes, and tells little about the distance
-        size = log(MAX_FACTOR)
+        slope = (distance + PRIOR_SLOPE * PRIOR_WEIGHT) / (difference + PRIOR_WEIGHT)
+    size = slope * abs(excess[nearest])
+    if len(others) > 1:  # the price flattens out: double the distance
+        size = max(size, distance)
     strength = nearest * exp(direction * min(size, log(MAX_FACTOR)))
     return min(max(strength, MIN_STRENGTH), MAX_STRENGTH)
 
@@ -135,7 +139,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
         return 1.0
     if level in levels:
         return levels[level]
-    strength = _hmm_strength(hmm, attribute, BUDGETS[level])
+    strength = hmm_strength(hmm, attribute, BUDGETS[level])
     logger.warning(
         "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM alone. "
         "`foretrace calibrate` measures it with the language model.",
@@ -147,7 +151,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
 
 
 @lru_cache(256)
-def _hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
+def hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
     """Find the strength of a budget for texts that the HMM itself generates."""
     return find_strength(lambda strength: hmm_price(hmm, attribute, strength), budget, {})
 
