@@ -14,6 +14,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering.merge_goals import merge_goals
 from steering.test_batch import next_token_logits
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
@@ -86,6 +87,53 @@ def test_conjunctions_with_constraints_and_products_are_exact(form: str) -> None
     log_weights = 3.5 * rewards_of(texts, VALUES, ends)
     log_weights += 2 * product.probability(texts, mask).log()
     check_exact(hmm, (goal,), log_weights + required.probability(texts, mask).log())
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
+def test_merged_goals_with_different_strengths_are_exact(form: str) -> None:
+    hmm, texts = tiny_hmm(form), all_texts(LENGTH)
+    product, others = attributes()["one"], torch.tensor([-0.2, 0.9, 0.3, 0.0], dtype=torch.float64)
+    second = Attribute.from_rewards(others, once=False)
+    goals = [
+        Goal(Lookahead(hmm, evidence(), 2), 3.0, neutral_end=False),
+        Goal(Lookahead(hmm, second, LENGTH), 0.5, neutral_end=False),
+        Goal(Lookahead(hmm, product, 1), 4.0, neutral_end=False),
+    ]
+    (merged,) = merge_goals(goals)
+    assert (merged.lookahead.horizon, merged.neutral_end) == (LENGTH, False)
+    ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long)
+    log_weights = 3.0 * rewards_of(texts, VALUES, ends) + 0.5 * rewards_of(texts, others, ends)
+    log_weights += 4.0 * product.probability(texts, ~torch.isin(texts, ends)).log()
+    check_exact(hmm, (merged,), log_weights)
+
+
+def test_goals_are_merged_once_for_each_combination() -> None:
+    hmm = tiny_hmm("dense")
+    one, two = (Lookahead(hmm, attributes()[name], 4) for name in ("one", "and"))
+    goals = [Goal(one, 2.0), Goal(two, 1.0, neutral_end=False)]
+    (merged,), (again,) = merge_goals(goals), merge_goals([Goal(one, 2.0), goals[1]])
+    assert merged.neutral_end
+    assert merged.lookahead is again.lookahead
+    assert merge_goals(goals[::-1])[0].lookahead is not merged.lookahead
+    assert merge_goals(goals[:1]) == (goals[0],)
+    assert merge_goals([]) == ()
+
+
+def test_goals_with_a_transform_are_not_merged() -> None:
+    hmm = tiny_hmm("dense")
+    one, two = (Lookahead(hmm, attributes()[name], 4) for name in ("one", "not"))
+    transformed = Goal(two, transform=LogitAffine(2.0, -1.0))
+    assert merge_goals([transformed, Goal(one, 1.0)])[0] is transformed
+    merged, last = merge_goals([transformed, Goal(one, 2.0), Goal(one, 3.0)])
+    assert last is transformed
+    assert merged.transform.identity
+
+
+def test_evidence_and_a_sum_of_products_are_not_merged() -> None:
+    hmm = tiny_hmm("dense")
+    goals = [Goal(Lookahead(hmm, x, 4), 1.0) for x in (evidence(), attributes()["not"])]
+    with pytest.raises(InvalidInputError, match="combines evidence with a sum"):
+        merge_goals(goals)
 
 
 def test_sampled_texts_follow_the_rewards() -> None:

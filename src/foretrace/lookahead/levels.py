@@ -28,7 +28,7 @@ MAX_EVALUATIONS = 8  # per level
 MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
 # Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
 # proportional to the square of the strength.
-PRIOR_SLOPE, PRIOR_WEIGHT = 0.5, 0.2
+PRIOR_SLOPE, PRIOR_WEIGHT = 0.5, 0.1
 MIN_BRACKET = 0.01  # relative: within it, prices differ by noise
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+MIN_LOG_FACTOR = -9e3  # and less: a weight of 0 (MIN_LOG_WEIGHT), or a constraint forbids the token
 ITERATIONS = 12  # of the bisection: the factor is found within 1 / 4096
 
 
@@ -18,14 +19,15 @@ def limit_prices_(bare: Tensor, steered: Tensor, limits: Tensor) -> None:
     """Lower the strength of rows whose price exceeds a limit, in place: (n, V), (n, V), (n,).
 
     The log-factor of every token is multiplied by one number from 0 to 1 per row. The price
-    increases with that number. Forbidden tokens stay forbidden.
+    increases with that number. Forbidden tokens stay forbidden, whatever that costs.
     """
     rows = (prices(bare, steered) > limits).nonzero()[:, 0]
     if not len(rows):
         return
     bare, limits = bare[rows].float(), limits[rows]
-    log_factors = (steered[rows].float() - bare).nan_to_num(0.0, posinf=0.0)
-    forbidden = log_factors == -torch.inf
+    log_factors = steered[rows].float() - bare
+    log_factors = log_factors.nan_to_num(0.0, posinf=0.0, neginf=-torch.inf)
+    forbidden = log_factors <= MIN_LOG_FACTOR
     log_factors.masked_fill_(forbidden, 0.0)
     low, high = torch.zeros_like(limits), torch.ones_like(limits)
     for _ in range(ITERATIONS):

@@ -1,6 +1,6 @@
 """Steering for engines that pass whole sequences at every step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,14 +30,21 @@ class PrefixTracker:
         True
     """
 
-    def __init__(self, hmm: HMM, *, absolute: bool = False) -> None:
+    def __init__(
+        self,
+        hmm: HMM,
+        observe: Callable[[Tensor], None] | None = None,
+        *,
+        absolute: bool = False,
+    ) -> None:
         """Create a tracker without rows.
 
         Args:
             hmm: The HMM of all goals.
+            observe: As for `BatchSteering`.
             absolute: As for `BatchSteering`.
         """
-        self.steering = BatchSteering(hmm, absolute=absolute)
+        self.steering = BatchSteering(hmm, observe, absolute=absolute)
         self.states: list[SequenceState | None] = []
         self._cache: dict[tuple[int, tuple[int, ...]], SequenceState] = {}
 

@@ -55,6 +55,8 @@ def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> N
             for goal in range(len(goals))
         ]
         assert choice.expected == pytest.approx(means, abs=1e-5)
+        ratios = (steered / lm_says).log()
+        assert choice.price == pytest.approx(float((steered * ratios).sum()), abs=1e-5)
 
 
 def test_after_the_prompt_it_is_the_lookaheads_own(tiny_lm: Path, goals: list[Goal]) -> None:
@@ -63,6 +65,37 @@ def test_after_the_prompt_it_is_the_lookaheads_own(tiny_lm: Path, goals: list[Go
     eaps = [goal.lookahead.eap(torch.tensor(PROMPT), LIMIT - 1) for goal in goals]
     for each in choice.candidates:
         assert each.eap == pytest.approx([float(eap[each.token]) for eap in eaps], abs=1e-6)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_evidence_is_shown_relative_to_its_mean(tiny_lm: Path, once: bool) -> None:
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
+    rewards = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    goal = Goal(Lookahead(hmm, Attribute.from_rewards(rewards, once=once), 8), 9.0)
+    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
+    choices = explain(lm, PROMPT, WRITTEN, [goal], **settings)
+    first, *_, last = choices
+    exact = Lookahead(hmm.to(dtype=torch.float64), goal.lookahead.attribute, 8)
+    eap = exact.eap(torch.tensor(PROMPT), LIMIT - 1)
+    mean = sum(each.lm * float(eap[each.token]) for each in first.candidates)
+    for each in first.candidates:
+        assert each.eap == pytest.approx([float(eap[each.token]) / mean], rel=1e-3)
+    assert [choice.expected for choice in choices] == [(pytest.approx(1.0, abs=1e-4),)] * 3
+    assert (last.price <= 2.01) == once  # rewards that count once have a largest price
+
+
+def test_several_goals_are_explained_as_one_product(tiny_lm: Path) -> None:
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
+    weights = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    one, two = (Lookahead(hmm, Attribute.from_weights(row), 8) for row in weights)
+    (both, *_) = explain(lm, PROMPT, WRITTEN, [Goal(one, 2.0), Goal(two, 3.0)])
+    merged = Lookahead(hmm, one.attribute**2.0 & two.attribute**3.0, 8)
+    (product, *_) = explain(lm, PROMPT, WRITTEN, [Goal(merged, 1.0)])
+    for each, same in zip(both.candidates, product.candidates, strict=True):
+        assert each.steered == pytest.approx(same.steered, abs=1e-6)
+    assert len(both.expected) == 2
 
 
 def test_nothing_to_explain_is_refused(goals: list[Goal]) -> None:

@@ -17,6 +17,7 @@ from foretrace.engines.transformers import Goals, SteeringProcessor, generate
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
+from foretrace.lookahead.price import prices
 from foretrace.steering import Goal, PrefixTracker, Request
 from goals import plain_goal
 from tiny_lm import WORDS
@@ -85,6 +86,36 @@ def test_a_batch_equals_its_rows_padded_or_not(lm: Any, tokenizer: Any, goals: l
     bare = write(lm, tokenizer, PROMPTS, [])
     assert together[2] == bare[2]
     assert together[0] != bare[0]
+
+
+def test_several_goals_are_one_product(hmm: HMM) -> None:
+    one, two = (Lookahead(hmm, Attribute.from_weights(weights(seed)), NEW) for seed in (0, 1))
+    mask, ids = torch.ones(3, 2), torch.tensor([[3, 4]] * 3)
+    goals = [Goal(one, 2.0), Goal(two, 3.0)]
+    processor = SteeringProcessor([goals, [], goals], prompt_mask=mask, max_new_tokens=NEW)
+    first, none, last = processor.goals
+    assert len(first) == len(last) == 1
+    assert first[0].lookahead is last[0].lookahead  # built once
+    assert none == ()
+    product = Goal(Lookahead(hmm, one.attribute**2.0 & two.attribute**3.0, NEW), 1.0)
+    alone = SteeringProcessor([product], prompt_mask=mask, max_new_tokens=NEW)
+    logits = torch.randn(3, VOCAB)
+    torch.testing.assert_close(processor(ids, logits)[::2], alone(ids, logits)[::2])
+
+
+def test_prices_of_all_rows_are_observed(hmm: HMM) -> None:
+    goal = Goal(Lookahead(hmm, Attribute.from_weights(weights(0)), NEW), 2.0)
+    observed: list[Tensor] = []
+    processor = SteeringProcessor(
+        [[goal], [], [goal]],
+        prompt_mask=torch.ones(3, 2),
+        max_new_tokens=NEW,
+        observe=observed.append,
+    )
+    logits = torch.randn(6, VOCAB)  # two beams of each prompt
+    steered = processor(torch.tensor([[3, 4]] * 6), logits)
+    torch.testing.assert_close(observed, [prices(logits, steered)])
+    assert [price > 0 for price in observed[0]] == [True, True, False, False, True, True]
 
 
 def test_one_object_serves_many_calls(lm: Any, tokenizer: Any, goals: list[Goal]) -> None:

@@ -36,10 +36,13 @@ def goals() -> list[list[Goal]]:
     return [[plain_goal(Lookahead(hmm, Attribute.from_weights(weights), 8), 3.0)], []]
 
 
-def expected(lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]) -> float:
-    """Compute the log-probability of a continuation step by step, as transformers would."""
+def expected(
+    lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]
+) -> tuple[float, float]:
+    """Compute the log-probability and the price of a continuation, as transformers would."""
+    spent: list[Tensor] = []
     processor = SteeringProcessor(
-        [goals], prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW
+        [goals], prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, observe=spent.append
     )
     total = 0.0
     for place, token in enumerate(tokens):
@@ -48,7 +51,7 @@ def expected(lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]) -
             scores: Tensor = processor(ids, lm(ids).logits[:, -1])
         kept = TopPLogitsWarper(TOP_P)(ids, scores)
         total += float(kept.log_softmax(-1)[0, token])
-    return total
+    return total, sum(map(float, spent)) / len(tokens)
 
 
 def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goal]]) -> None:
@@ -61,8 +64,10 @@ def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goa
         for each in own:
             assert 1 <= len(each.tokens) <= NEW
             assert 0 not in each.tokens[:-1]
-            found = expected(lm, prompt, each.tokens, mine)
-            assert each.log_probability == pytest.approx(found, abs=1e-4)
+            log_probability, price = expected(lm, prompt, each.tokens, mine)
+            assert each.log_probability == pytest.approx(log_probability, abs=1e-4)
+            assert each.price == pytest.approx(price, abs=1e-5)
+            assert (each.price > 0) == bool(mine)
 
 
 def test_a_nucleus_is_exact_whether_it_is_small_or_large() -> None:

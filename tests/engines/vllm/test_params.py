@@ -8,38 +8,81 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foretrace.attribute import parse as parse_expression
-from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, SteeringParams, parse
+from foretrace.attribute import LogitAffine
+from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, GoalParams, SteeringParams, parse
 from foretrace.errors import InvalidInputError
 
 NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'mentions("a")']
 SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
 
 
-def test_goals_and_numbers() -> None:
+def _read(**arguments: Any) -> SteeringParams:
+    params = parse(arguments)
+    assert params is not None
+    return params
+
+
+def _operands(goal: GoalParams) -> list[tuple[str, float | str]]:
+    """Return each operand's expression, and its strength or level."""
+    return [(str(one.expression), one.strength or one.level) for one in goal.operands]
+
+
+def test_requests_without_a_goal_are_not_steered() -> None:
     assert parse(None) is None
     assert parse({"kv_transfer_params": {"a": 1}}) is None
-    asked = parse({"goal": "a & ~b", "strength": 3, "shift": "-2.5", "horizon": 10, "other": 1})
-    assert asked is not None
-    assert asked.goals[0].expression.names == ("a", "b")
-    assert (asked.goals[0].strength, asked.goals[0].shift, asked.horizon) == (3.0, -2.5, 10)
-    several = parse({"goal": ["a", "b | c"], "strength": [1, 2], "shift": 4, "neutral_end": 1})
-    assert several is not None
-    assert [(goal.strength, goal.shift) for goal in several.goals] == [(1.0, 4.0), (2.0, 4.0)]
-    assert several.neutral_end
-    assert parse({"goal": "a", "neutral_end": "False"}) == parse({"goal": "a"})
 
 
-def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
-    asked = parse({"must_contain": ["a", "b"], "must_not_contain": "c", "strength": 3})
-    assert asked is not None
-    (goal,) = asked.goals
-    assert goal.expression == parse_expression('mentions("a") & (mentions("b") & ~mentions("c"))')
-    assert (goal.strength, goal.shift) == (3.0, 0.0)  # there is no other goal that it could be of
-    joined = parse({"goal": "x", "strength": 2, "must_not_contain": ["c", "d"]})
-    assert joined is not None
-    assert [goal.strength for goal in joined.goals] == [2.0, 1.0]
-    assert joined.goals[1].expression == parse_expression('~mentions("c", "d")')
+def test_a_goal_has_the_medium_level_and_a_neutral_end_by_default() -> None:
+    params = _read(goal="a & b", horizon=10, other=1)
+    (goal,) = params.goals
+    assert _operands(goal) == [("a", "medium"), ("b", "medium")]
+    assert goal.transform.identity
+    assert (params.horizon, params.neutral_end) == (10, True)
+    assert _read(goal="a", neutral_end="true") == _read(goal="a", neutral_end=1) == _read(goal="a")
+    assert not _read(goal="a", neutral_end="False").neutral_end
+
+
+def test_a_list_of_goals_is_one_conjunction() -> None:
+    (goal,) = _read(goal=["b | c", "a"], strength=[1, "2.5"]).goals
+    assert _operands(goal) == [("(b | c)", 1.0), ("a", 2.5)]
+    assert _read(goal=["a", "b"], strength=3) == _read(goal="b & a", strength=3)
+    assert _read(goal=["b", "a"], level="mild") == _read(goal="~~a & b", level="mild")
+    assert _read(goal="~~(a & b)") == _read(goal="a & b")
+    assert _read(goal="a & a") != _read(goal="a")
+
+
+@pytest.mark.parametrize(
+    ("strength", "rounded"),
+    [(5, 5), (2.44, 2.4), (2.45001, 2.5), (0.12345, 0.12), (123.4, 120), (999.9, 1000), (1.0, 1)],
+)
+def test_strengths_have_two_significant_digits(strength: float, rounded: float) -> None:
+    (goal,) = _read(goal="a", strength=strength).goals
+    assert _operands(goal) == [("a", rounded)]
+
+
+def test_with_transforms_every_goal_is_one_of_its_own() -> None:
+    params = _read(goal=["a & b", "c"], transform=[[10, -10], [2, 0]], must_contain="x")
+    first, second, required = params.goals
+    assert _operands(first) == [("a", 1.0), ("b", 1.0)]
+    assert (first.transform, second.transform) == (LogitAffine(10, -10), LogitAffine(2, 0))
+    assert required.transform.identity
+    for written in ([10, -10], [[10, -10]], ["10", -10.0], [10, -10, 10, -10]):
+        goals = _read(goal=["a", "c"], transform=written).goals
+        assert [goal.transform for goal in goals] == [LogitAffine(10, -10)] * 2
+    (alone,) = _read(must_contain="x", transform=[1.5, 0]).goals
+    assert alone.transform == LogitAffine(1.5, 0)
+
+
+def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
+    params = _read(must_contain=["a", "b"], must_not_contain="c", strength=3)
+    (goal,) = params.goals
+    expected = [('mentions("a")', 1.0), ('mentions("b")', 1.0), ('~mentions("c")', 1.0)]
+    assert _operands(goal) == expected
+    assert params == _read(goal='mentions("a") & (mentions("b") & ~mentions("c"))', level="strong")
+    (joined,) = _read(goal="x", strength=2, must_not_contain=["c", "d"]).goals
+    assert _operands(joined) == [('~mentions("c", "d")', 1.0), ("x", 2.0)]
+    (several,) = _read(goal='mentions("a")', must_contain="b").goals
+    assert len(several.operands) == 2
 
 
 @pytest.mark.parametrize(
@@ -48,8 +91,22 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"strength": 3}, "without a goal"),
         ({"goals": "a", "strength": 3}, "Did you mean goal"),
         ({"Goal": "a"}, "Did you mean goal"),
-        ({"goal": "a", "shift": -20_000}, "from -10000 to 10000"),
-        ({"goal": "a", "shift": 20_000}, "from -10000 to 10000"),
+        ({"goal": "a", "shift": -3}, r"transform: \[scale, shift\]"),
+        ({"goal": "a", "transform": [2, -20_000]}, "from -10000 to 10000"),
+        ({"goal": "a", "transform": [2000, 0]}, "scale of a transform .* from 0 to 1000"),
+        ({"goal": "a", "transform": [0, 1]}, "above 0"),
+        ({"goal": "a", "transform": 3}, r"\[scale, shift\]"),
+        ({"goal": "a", "transform": []}, r"\[scale, shift\]"),
+        ({"goal": "a", "transform": [1, 2, 3]}, r"\[scale, shift\]"),
+        ({"goal": "a", "transform": [[1, 2], [3, 4]]}, "list of 1 such"),
+        ({"goal": "a", "transform": [[1, 2], 3]}, "must be a number"),
+        ({"goal": "a", "transform": ["much", 2]}, "must be a number"),
+        ({"goal": "a", "transform": [1, 2], "strength": 2}, "exclude each other"),
+        ({"goal": "a", "transform": [1, 2], "level": "mild"}, "exclude each other"),
+        ({"goal": "a", "strength": 2, "level": "mild"}, "exclude each other"),
+        ({"goal": "a", "level": "much"}, "one of mild, medium, strong"),
+        ({"goal": "a", "level": 3}, "one of mild, medium, strong"),
+        ({"goal": "a", "level": ["mild"]}, "one of mild, medium, strong"),
         ({"goal": ""}, "must be an expression"),
         ({"goal": 5}, "must be an expression"),
         ({"goal": []}, "1 to"),
@@ -59,12 +116,13 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"goal": "a &"}, "ends where a name"),
         ({"goal": "a" * 2000}, "characters at most"),
         ({"goal": "&".join(["a"] * (MAX_NAMES + 1))}, "times at most"),
-        ({"goal": "a", "strength": 0}, "above 0"),
+        ({"goal": "a", "strength": 0}, "from 0.01 to 1000"),
         ({"goal": "a", "strength": True}, "must be a number"),
         ({"goal": "a", "strength": float("nan")}, "must be a number"),
         ({"goal": "a", "strength": 10**400}, "must be a number"),
         ({"goal": "a", "strength": [1, 2]}, "2 values, for 1"),
-        ({"goal": "a", "shift": "much"}, "must be a number"),
+        ({"goal": "a", "strength": 1e-300}, "from 0.01 to 1000"),
+        ({"goal": "a", "strength": 2_000}, "from 0.01 to 1000"),
         ({"goal": "a", "horizon": -1}, "whole number"),
         ({"goal": "a", "horizon": 2.5}, "whole number"),
         ({"goal": "a", "neutral_end": "perhaps"}, "true or false"),
@@ -75,7 +133,7 @@ def test_texts_that_must_occur_are_a_goal_of_their_own() -> None:
         ({"must_contain": "a" * 300}, "bytes together"),
         ({"must_contain": [*"abcdefghijklmnopq"]}, "16 required"),
         ({"must_contain": "\ud800"}, "characters"),
-        ({"goal": 'mentions("a")', "must_contain": "b"}, "Join them by &"),
+        ({"goal": 'mentions("a")', "must_contain": "b", "transform": [2, 0]}, "Join them by &"),
         ({"goal": 'mentions("\\ud800")'}, "characters"),
     ],
 )
@@ -115,7 +173,12 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
     optional: dict[str, st.SearchStrategy[Any]] = {
         "goal": st.one_of(_expressions(), st.lists(_expressions(), max_size=5), VALUES),
         "strength": numbers,
-        "shift": numbers,
+        "level": st.one_of(st.sampled_from(["mild", "medium", "strong"]), VALUES),
+        "transform": st.one_of(
+            st.tuples(numbers, numbers).map(list),
+            st.lists(st.tuples(numbers, numbers).map(list), max_size=5),
+            VALUES,
+        ),
         "horizon": numbers,
         "neutral_end": st.one_of(st.booleans(), VALUES),
         "must_contain": VALUES,

@@ -1,22 +1,25 @@
 """The cache: tables built once, by whoever admits, and read by whoever decodes."""
 
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 
 from foretrace import _io
-from foretrace.attribute import Attribute
+from foretrace.attribute import Attribute, LogitAffine
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.params import SteeringParams, parse
 from foretrace.engines.vllm.table_cache import TableCache
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
+from foretrace.lookahead import Lookahead, levels
+from foretrace.steering.conjunction import conjunction
 
 WORDS = 40
 HORIZON = 6
@@ -31,6 +34,8 @@ def hmm() -> HMM:
 def folder(tmp_path: Path) -> Path:
     for place, name in enumerate(("nontoxic", "formal", "mixed")):
         _write(tmp_path / "attributes", name, place)
+    rewards = torch.randn(WORDS, generator=torch.Generator().manual_seed(3))
+    Attribute.from_rewards(rewards, name="kind").save(tmp_path / "attributes" / "kind.safetensors")
     return tmp_path / "attributes"
 
 
@@ -39,6 +44,10 @@ def _write(folder: Path, name: str, seed: int) -> Attribute:
     attribute = Attribute.from_weights(weights)
     attribute.save(folder / f"{name}.safetensors")
     return attribute
+
+
+def _load_all(folder: Path) -> dict[str, Attribute]:
+    return {path.stem: Attribute.load(path) for path in folder.glob("*.safetensors")}
 
 
 def _params(goal: str | list[str], **more: object) -> SteeringParams:
@@ -52,24 +61,143 @@ def _cache(hmm: HMM, folder: Path, memory: int = 1 << 30, disk: int = 1 << 30) -
     return TableCache(hmm, folder, tables, horizon=HORIZON, memory=memory, disk=disk)
 
 
-@pytest.mark.parametrize("goal", ["nontoxic", "nontoxic & ~formal", "~(formal | mixed)"])
-def test_one_process_admits_and_another_decodes(hmm: HMM, folder: Path, goal: str) -> None:
-    params = _params(goal, strength=2, neutral_end=1)
+@pytest.mark.parametrize(
+    ("goal", "more"),
+    [
+        ("nontoxic", {"strength": 2}),
+        ("nontoxic & ~formal", {"level": "strong", "neutral_end": 0}),
+        ("~(formal | mixed)", {"transform": [3, -1]}),
+        (["mixed & nontoxic", "~kind"], {"strength": [2, 0.5]}),
+    ],
+)
+def test_one_process_admits_and_another_decodes(
+    hmm: HMM, folder: Path, goal: str | list[str], more: dict[str, Any]
+) -> None:
+    params = _params(goal, **more)
+    attributes = _load_all(folder)
     keys = _cache(hmm, folder).admit(params)
     for file in folder.iterdir():
         file.unlink()  # after admission: the request is served all the same
     (found,) = _cache(hmm, folder).goals(params, keys)
-    assert found.strength == 2
-    assert found.neutral_end
-    for place, name in enumerate(("nontoxic", "formal", "mixed")):
-        _write(folder, name, place)
-    attributes = {
-        name: Attribute.load(folder / f"{name}.safetensors")
-        for name in ("nontoxic", "formal", "mixed")
-    }
-    exact = Lookahead(hmm, params.goals[0].expression.build(attributes), HORIZON)
+    assert found.strength == 1  # the strengths are inside the lookahead
+    assert found.neutral_end == ("neutral_end" not in more)
+    assert found.transform == LogitAffine(*more.get("transform", ()))
+    exact = Lookahead(hmm, conjunction(params.goals[0].operands, attributes, None, hmm), HORIZON)
     assert torch.equal(found.lookahead.tables.values, exact.tables.values)
+    assert torch.equal(found.lookahead.tables.log_scales, exact.tables.log_scales)
     assert torch.equal(found.lookahead.token_weights, exact.token_weights)
+
+
+def test_every_strength_and_every_level_has_its_own_table(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    settings: list[dict[str, Any]] = [
+        {"strength": 1},
+        {"strength": 2},
+        {"level": "mild"},
+        {"level": "medium"},
+        {"level": "strong"},
+    ]
+    keys = [cache.admit(_params("formal", **more))[0] for more in settings]
+    assert len(set(keys)) == len(keys)
+    assert len(list(cache.disk.folder.glob("*.table"))) == len(keys)
+    (one,), (two,) = (
+        cache.goals(_params("formal", **more), [key])
+        for more, key in zip(settings[:2], keys[:2], strict=True)
+    )
+    torch.testing.assert_close(two.lookahead.token_weights, 2 * one.lookahead.token_weights)
+    assert cache.keys(_params("formal")) == [keys[3]]  # medium
+    assert cache.keys(_params("formal", transform=[5, -3])) == [keys[0]]
+
+
+def test_strengths_that_are_rounded_alike_share_a_table(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    near = {cache.keys(_params("formal", strength=x))[0] for x in (2.46, 2.5, 2.5449)}
+    assert len(near) == 1
+    assert cache.keys(_params("formal", strength=2.6))[0] not in near
+
+
+def test_a_list_of_goals_is_one_table(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    params = _params(["formal", "nontoxic"], strength=[3, 2])
+    keys = cache.admit(params)
+    assert len(keys) == len(list(cache.disk.folder.glob("*.table"))) == 1
+    (goal,) = cache.goals(params, keys)
+    attributes = _load_all(folder)
+    product = attributes["formal"] ** 3 & attributes["nontoxic"] ** 2
+    torch.testing.assert_close(
+        goal.lookahead.tables.values, Lookahead(hmm, product, HORIZON).tables.values
+    )
+    assert cache.keys(_params(["nontoxic", "formal"], strength=[2, 3])) == keys
+    assert cache.keys(_params(["nontoxic", "formal"], strength=[3, 2])) != keys
+    assert len(cache.admit(_params(["formal", "nontoxic"], transform=[3, 0]))) == 2
+
+
+def test_levels_of_attributes_that_were_not_calibrated_are_found_once(
+    hmm: HMM, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated = Attribute.load(folder / "mixed.safetensors")
+    config = replace(calibrated.config, levels={"medium": 7.0})
+    replace(calibrated, config=config).save(folder / "mixed.safetensors")
+    cache, found = _cache(hmm, folder), []
+    measured = levels.hmm_price
+    monkeypatch.setattr(levels, "hmm_price", lambda *x: found.append(x) or measured(*x))
+    (goal,) = cache.goals(_params("mixed"), cache.admit(_params("mixed")))
+    assert goal.lookahead.attribute.name.endswith("** 7")
+    assert not found
+    keys = cache.admit(_params("formal"))
+    assert "was not calibrated" in caplog.text
+    count = len(found)
+    assert count > 0
+    cache.admit(_params("formal & mixed"))  # the strength of formal is known
+    assert len(found) == count
+    decoding = _cache(hmm, folder)
+    decoding.goals(_params("formal"), keys, build=False)
+    decoding.read_only = True
+    decoding.admit(_params("formal"))
+    assert len(found) == count
+
+
+def test_evidence_is_stored_with_its_rewards(hmm: HMM, folder: Path) -> None:
+    params = _params("kind & formal", strength=3)
+    (goal,) = _cache(hmm, folder).goals(params, _cache(hmm, folder).admit(params))
+    assert goal.lookahead.once_rewards is not None
+    assert bool((goal.lookahead.tables.log_scales > 0).any())
+    (rewards,) = (one.rewards for one in goal.lookahead.attribute.evidence)
+    torch.testing.assert_close(rewards, 3 * _load_all(folder)["kind"].evidence[0].rewards)
+
+
+@pytest.mark.parametrize(
+    ("goal", "more", "why"),
+    [
+        ("kind | formal", {}, "evidence, which | cannot combine"),
+        ("kind & (formal | mixed)", {}, "combines evidence with a sum of 3 products"),
+        ("~(kind & formal)", {}, "Negate single attributes"),
+        ("kind", {"transform": [2, 0]}, "Steer toward it by strength or level"),
+        ("~formal", {"strength": 2}, "~formal is a sum of 2 products"),
+        (["formal", "mixed | nontoxic"], {"strength": 2}, "is a sum of 3 products"),
+    ],
+)
+def test_goals_that_cannot_be_combined_are_refused_before_any_build(
+    hmm: HMM,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    goal: str | list[str],
+    more: dict[str, Any],
+    why: str,
+) -> None:
+    cache = _cache(hmm, folder)
+    monkeypatch.setattr(cache, "_build", None)
+    with pytest.raises(InvalidInputError, match=re.escape(why)):
+        cache.admit(_params(goal, **more))
+
+
+def test_transforms_of_evidence_are_refused_also_when_the_table_is_there(
+    hmm: HMM, folder: Path
+) -> None:
+    cache = _cache(hmm, folder)
+    cache.admit(_params("kind", strength=1))
+    with pytest.raises(InvalidInputError, match="by strength or level"):
+        cache.admit(_params("kind", transform=[2, 0]))
 
 
 def test_the_order_of_operands_makes_no_other_table(hmm: HMM, folder: Path) -> None:
@@ -129,7 +257,7 @@ def test_a_table_with_impossible_values_is_built_again(hmm: HMM, folder: Path) -
     path = cache.disk._files(key)[1]
     tensors, _ = _io.read_tensors(path)
     exact = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, wrong in (("values", 1.5), ("values", -0.1), ("log_scales", 0.5)):
+    for name, wrong in (("values", 1.5), ("values", -0.1), ("log_scales", float("inf"))):
         _io.write_tensors(path, exact | {name: torch.full_like(exact[name], wrong)}, {})
         (goal,) = _cache(hmm, folder).goals(_params("formal"), [key])
         assert torch.equal(goal.lookahead.tables.values, exact["values"])
@@ -192,10 +320,17 @@ def test_terms_of_all_goals_count_also_when_tables_are_there(hmm: HMM, folder: P
         "(nontoxic | mixed) & ~mixed & ~formal",
     ]
     for goal in goals:
-        cache.admit(_params(goal))
+        cache.admit(_params(goal, strength=1))
     with pytest.raises(InvalidInputError, match="have 19 terms"):
-        cache.admit(_params(goals))
-    assert len(cache.admit(_params(goals[:2]))) == 2
+        cache.admit(_params(goals, transform=[1, 0]))
+    assert len(cache.admit(_params(goals[:2], transform=[1, 0]))) == 2
+
+
+def test_terms_of_a_conjunction_multiply(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    cache.admit(_params(["nontoxic | formal", "nontoxic | mixed"]))
+    with pytest.raises(InvalidInputError, match="are allowed"):
+        cache.admit(_params(["nontoxic | formal", "nontoxic | mixed", "~formal", "~mixed"]))
 
 
 def test_sizes_are_checked_before_anything_is_computed(
@@ -357,7 +492,10 @@ def test_saved_goals_that_remember_are_checked_as_well(hmm: HMM, folder: Path) -
     with pytest.raises(InvalidInputError, match="take 3 tokens at least"):
         cache.admit(_params("abc"), 2)
     with pytest.raises(InvalidInputError, match="Join them by &"):
-        cache.admit(_params(["abc", "xyz"]), 20)
+        cache.admit(_params(["abc", "xyz"], transform=[2, 0]), 20)
+    with pytest.raises(InvalidInputError, match="take 6 tokens at least"):
+        cache.admit(_params(["abc", "xyz"]), 5)
+    cache.admit(_params(["abc", "xyz"]), 6)
 
 
 def test_another_spelling_is_another_table(hmm: HMM, folder: Path) -> None:

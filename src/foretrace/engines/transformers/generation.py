@@ -31,7 +31,8 @@ def generate(
         model: A causal LM of transformers.
         tokenizer: Its tokenizer.
         prompts: A list of texts. An empty prompt begins a new text.
-        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+        goal: A goal, several goals for all prompts, or a list of goals for each prompt. Several
+            goals without a transform are one product.
         max_new_tokens: Tokens to generate at most.
         **options: Options of `model.generate`. Sampling is on, without transformers' default top-k
             of 50, unless the options say otherwise.

@@ -1,6 +1,6 @@
 """A logits processor for `generate` of transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from transformers import LogitsProcessor
 
 from foretrace.errors import InvalidInputError
 from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering.merge_goals import merge_goals
 
 Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
 """Goals of every row, or a sequence of goals for each prompt."""
@@ -20,13 +21,18 @@ class SteeringProcessor(LogitsProcessor):
 
     Args:
         goals: The goals of every row, or a sequence of goals for each prompt. The latter may be
-            empty: such a prompt is not steered.
+            empty: such a prompt is not steered. Several goals without a transform are one product,
+            and have one lookahead table.
         prompt_mask: Attention mask of the prompts, (prompts, T); 0 where padded.
         max_new_tokens: Tokens to generate at most. The lookahead covers what remains of them.
         ends: Tokens that end a text, in addition to the HMM's.
+        observe: Called at every step with the price of every row, (rows,): the KL divergence of the
+            steered from the bare next-token distribution in nats, 0 for rows without goals. By
+            default, prices are not computed.
 
     Raises:
-        InvalidInputError: The goals have different HMMs, or do not fit the prompts.
+        InvalidInputError: The goals have different HMMs, cannot be merged, or do not fit the
+            prompts.
 
     Example:
         >>> from transformers import LogitsProcessorList
@@ -53,17 +59,22 @@ class SteeringProcessor(LogitsProcessor):
         prompt_mask: Tensor,
         max_new_tokens: int,
         ends: Sequence[int] = (),
+        observe: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.prompt_mask = prompt_mask.bool().cpu()  # (prompts, T), False where padded
-        self.goals = _goals_per_prompt(goals, len(prompt_mask))
-        self.max_new_tokens, self.ends = max_new_tokens, tuple(ends)
-        hmms = {id(goal.lookahead.hmm): goal.lookahead.hmm for row in self.goals for goal in row}
+        goals_per_prompt = _goals_per_prompt(goals, len(prompt_mask))
+        self.max_new_tokens, self.ends, self.observe = max_new_tokens, tuple(ends), observe
+        hmms = {
+            id(goal.lookahead.hmm): goal.lookahead.hmm for row in goals_per_prompt for goal in row
+        }
         if len(hmms) > 1:
             raise InvalidInputError(
                 "All goals of a batch must use the same HMM object. Load it once, and create "
                 "every Lookahead with it."
             )
-        self.tracker = PrefixTracker(*hmms.values()) if hmms else None
+        self.goals = [merge_goals(row) for row in goals_per_prompt]
+        observe_steered = None if observe is None else self._observe
+        self.tracker = PrefixTracker(*hmms.values(), observe_steered) if hmms else None
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 
@@ -96,6 +107,15 @@ class SteeringProcessor(LogitsProcessor):
         rows = [request for request in self.requests for _ in range(copies)]
         self.tracker.step(rows, ids[:, length:].tolist())
         return self.tracker.reweight(scores)
+
+    def _observe(self, prices: Tensor) -> None:
+        """Pass the prices of all rows on, from those of the steered rows."""
+        assert self.tracker is not None
+        assert self.observe is not None
+        steered = [row for row, state in enumerate(self.tracker.states) if state is not None]
+        all_prices = prices.new_zeros(len(self.tracker.states))
+        all_prices[steered] = prices
+        self.observe(all_prices)
 
     def _requests(self, prompts: Tensor) -> list[Request]:
         return [

@@ -2,7 +2,7 @@
 
 The result is distributed as that of `generate` in transformers with `top_p` and
 `num_return_sequences`. The prompt is processed once for all continuations, the vocabulary is not
-sorted, and the log-probability of each continuation is returned.
+sorted, and the log-probability and the price of each continuation are returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretrace.engines.transformers.padding import cut_at_end, model_inputs, pad_left
 from foretrace.engines.transformers.processor import Goals, SteeringProcessor
+from foretrace.lookahead.price import prices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +27,8 @@ class Drawn(NamedTuple):
 
     tokens: list[int]
     log_probability: float
+    price: float = 0.0
+    """Mean KL(steered || bare) of the next token over the continuation, in nats; 0 if bare."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,16 @@ class Sampler:
         logits = self._forward(ids, mask, cache).repeat_interleave(copies, 0)
         cache.batch_repeat_interleave(copies)
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
-        start, log_probabilities = ids.shape[1], []
+        start, log_probabilities, spent = ids.shape[1], [], []
         ended = torch.zeros(len(ids), dtype=torch.bool)
         ends = torch.tensor(list(self.ends), dtype=torch.long)
         for left in reversed(range(self.max_new_tokens)):
-            tokens, nats = draw_nucleus(processor(ids, logits), self.top_p)
+            steered = processor(ids, logits)
+            tokens, nats = draw_nucleus(steered, self.top_p)
             tokens, nats = tokens.cpu(), nats.cpu()
             log_probabilities.append(nats.masked_fill(ended, 0.0))
+            if steered is not logits:
+                spent.append(prices(logits, steered).cpu().masked_fill_(ended, 0.0))
             ids = torch.cat([ids, tokens[:, None]], 1)
             ended |= torch.isin(tokens, ends)
             if left == 0 or bool(ended.all()):
@@ -88,7 +94,11 @@ class Sampler:
             logits = self._forward(tokens[:, None], mask, cache)
         totals = torch.stack(log_probabilities).sum(0).tolist()
         rows = [cut_at_end(row, self.ends) for row in ids[:, start:].tolist()]
-        drawn = [Drawn(row, total) for row, total in zip(rows, totals, strict=True)]
+        nats_spent = torch.stack(spent).sum(0).tolist() if spent else [0.0] * len(rows)
+        drawn = [
+            Drawn(row, total, price / len(row))
+            for row, total, price in zip(rows, totals, nats_spent, strict=True)
+        ]
         return [drawn[i : i + copies] for i in range(0, len(drawn), copies)]
 
     def processor(

@@ -5,7 +5,7 @@
 `foretrace serve` does this, and passes the HMM and the folder of attributes in the environment. A
 request names its goal in `vllm_xargs` over HTTP, or in `SamplingParams(extra_args=...)`:
 
-    {"goal": "nontoxic & ~formal", "strength": 3, "shift": -3}
+    {"goal": "nontoxic & polite", "level": "strong"}
 """
 
 from typing import TYPE_CHECKING, Any

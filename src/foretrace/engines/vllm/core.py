@@ -113,7 +113,8 @@ class SteeringCore:
         self.cache = open_table_cache(device, prometheus.observe_cache)
         _check_model(vllm_config, self.cache.hmm)
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.steering = BatchSteering(self.cache.hmm, prometheus.MeanEAP().add)
+        self.steering = BatchSteering(self.cache.hmm)
+        self.price_meter = prometheus.PriceMeter()
         self.ends = _ends(vllm_config, self.cache.hmm.config.eos_token_ids)
 
     def open(self, slot: Slot, *, resumed: bool) -> Slot | None:
@@ -157,6 +158,7 @@ class SteeringCore:
         states: list[SequenceState | None] = [None] * len(logits)
         for row, slot in rows.items():
             states[row] = slot.state
+        self.steering.observe = self.price_meter.next_step()
         self.steering.reweight_(logits, states)
         failed = [row for row, slot in rows.items() if slot.failed]
         if failed:  # these may generate nothing but their end

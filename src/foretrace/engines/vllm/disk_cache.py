@@ -80,7 +80,7 @@ class DiskCache:
         # Copy: the file may be evicted while the tensors are used, and small mappings are many.
         values = _io.take_tensor(tensors, "values", (*shape, hmm.num_states), path).clone()
         log_scales = _io.take_tensor(tensors, "log_scales", shape, path).clone()
-        if not bool(((values >= 0) & (values <= 1)).all() & (log_scales <= 0).all()):
+        if not bool(((values >= 0) & (values <= 1)).all() & log_scales.isfinite().all()):
             raise InvalidFileError(f"{path} is damaged. Delete it: it will be built again.")
         return Lookahead(hmm, attribute, horizon, tables=Tables(values, log_scales))
 

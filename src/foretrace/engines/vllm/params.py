@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from foretrace.attribute import Expression
+from foretrace.attribute import Expression, LogitAffine
 from foretrace.attribute import parse as parse_expression
 from foretrace.attribute.expression import Mention, Operator
 from foretrace.errors import InvalidInputError
+from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
+from foretrace.steering.conjunction import WeightedExpression
+from foretrace.steering.goal import IDENTITY
 from foretrace.steering.request import require_single_constraint
 
 KEYS = (
@@ -16,40 +19,65 @@ KEYS = (
     "must_contain",
     "must_not_contain",
     "strength",
-    "shift",
+    "level",
+    "transform",
     "horizon",
     "neutral_end",
+    "shift",
 )
 CONSTRAINTS = ("must_contain", "must_not_contain")
 MAX_GOALS, MAX_CHARACTERS, MAX_NAMES = 4, 1_000, 16
 MAX_TEXTS, MAX_BYTES = 16, 200  # of required and forbidden texts: each becomes an automaton
-MAX_STRENGTH, MAX_SHIFT = 1_000.0, 10_000.0
+MIN_STRENGTH, MAX_STRENGTH = 0.01, 1_000.0
+STRENGTH_DIGITS = 2  # significant ones: every strength has its own table
+MAX_SCALE, MAX_SHIFT = 1_000.0, 10_000.0
 
 
 @dataclass(frozen=True)
 class GoalParams:
-    """One goal of a request: an expression over attribute names, and its transform."""
+    """A conjunction of expressions, which has one lookahead table, and its transform.
 
-    expression: Expression
-    strength: float = 1.0
-    shift: float = 0.0
+    The operands are in normal form: each is an operand of the outermost `&`, and they are sorted.
+    Equal goals therefore have equal operands, in whatever order they are given.
+    """
+
+    operands: tuple[WeightedExpression, ...]
+    transform: LogitAffine = IDENTITY
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the distinct names of attributes."""
+        return tuple(
+            dict.fromkeys(name for operand in self.operands for name in operand.expression.names)
+        )
+
+    @property
+    def mentions(self) -> tuple[Mention, ...]:
+        """Return the distinct `mentions(...)` operands."""
+        mentions = [one for operand in self.operands for one in operand.expression.mentions]
+        return tuple(dict.fromkeys(mentions))
 
 
 @dataclass(frozen=True)
 class SteeringParams:
-    """The goals of a request, whose factors multiply, and options for all of them."""
+    """The goals of a request, and options for all of them.
+
+    Without transforms, there is one goal: the conjunction of all expressions and of the required
+    and forbidden texts. With transforms, every expression is a goal, and their factors multiply.
+    """
 
     goals: tuple[GoalParams, ...]
     horizon: int | None = None
-    neutral_end: bool = False
+    neutral_end: bool = True
 
 
 def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     """Parse the extra arguments of a request; arguments of other plugins are ignored.
 
     Args:
-        extra_args: `goal` is an expression or a list of expressions. `strength` and `shift` are
-            numbers for all goals, or a list with one for each.
+        extra_args: `goal` is an expression or a list of expressions. `strength` is a number for all
+            goals, or a list with one for each. `level` is a name. `transform` is a scale and a
+            shift for all goals, or a list of them with one pair for each.
 
     Returns:
         The parameters, or None if the request is not steered.
@@ -73,19 +101,78 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
         raise InvalidInputError(
             f"A request has 1 to {MAX_GOALS} goals in all, not {len(texts)}{counted}."
         )
-    # Strength and shift apply to the goals; without goals, to required and forbidden texts.
-    count = len(texts) or 1
-    strengths = _numbers(args, "strength", 1.0, count, MAX_STRENGTH)
-    shifts = _numbers(args, "shift", 0.0, count, MAX_SHIFT)
-    if wrong := [strength for strength in strengths if strength <= 0]:
-        raise InvalidInputError(f"strength must be above 0, not {wrong[0]:g}.")
+    _check_combination(args)
     expressions = [_expression(text) for text in texts]
-    if constraints:
-        expressions.append(constraint(*(_texts(args, key) for key in CONSTRAINTS)))
-        strengths, shifts = [*strengths, 1.0], [*shifts, 0.0]
-    goals = tuple(map(GoalParams, expressions, strengths, shifts))
+    required = constraint(*(_texts(args, key) for key in CONSTRAINTS)) if constraints else None
+    goals = _goals(args, expressions, required)
     _check_mentions(goals)
-    return SteeringParams(goals, _horizon(args.get("horizon")), _flag(args.get("neutral_end", 0)))
+    neutral_end = _flag(args.get("neutral_end", True))
+    return SteeringParams(goals, _horizon(args.get("horizon")), neutral_end)
+
+
+def _check_combination(args: Mapping[str, Any]) -> None:
+    """Raise if arguments exclude each other, or belong to an earlier version."""
+    if "shift" in args:
+        raise InvalidInputError(
+            "shift is no argument any more. Leave it out and choose a level, or write the paper's "
+            "transform as transform: [scale, shift]."
+        )
+    exclusive = [key for key in ("strength", "level", "transform") if key in args]
+    if len(exclusive) > 1:
+        raise InvalidInputError(
+            f"{' and '.join(exclusive)} exclude each other. Use one of strength, level and "
+            f"transform."
+        )
+
+
+def _goals(
+    args: Mapping[str, Any], expressions: Sequence[Expression], required: Expression | None
+) -> tuple[GoalParams, ...]:
+    """Return one conjunction, or with transforms, a goal for each expression."""
+    # Without goals, the arguments are checked, and apply to the required and forbidden texts.
+    count = len(expressions) or 1
+    if "transform" in args:
+        transforms = _transforms(args["transform"], count)
+        goals = [*expressions] if required is None else [*expressions, required]
+        transforms += [IDENTITY] * (len(goals) - count)
+        return tuple(
+            GoalParams(_operands([WeightedExpression(expression, 1.0)]), transform)
+            for expression, transform in zip(goals, transforms, strict=True)
+        )
+    strengths = _strengths(args["strength"], count) if "strength" in args else [None] * count
+    level = _level(args.get("level", DEFAULT_LEVEL))
+    weighted = [
+        WeightedExpression(expression, strength, level)
+        for expression, strength in zip(expressions, strengths[: len(expressions)], strict=True)
+    ]
+    if required is not None:
+        weighted.append(WeightedExpression(required, 1.0))
+    return (GoalParams(_operands(weighted)),)
+
+
+def _operands(weighted: Sequence[WeightedExpression]) -> tuple[WeightedExpression, ...]:
+    """Return the operands of the conjunction in normal form.
+
+    Constraints are true or false, and have strength 1. They come first, since they combine into a
+    single term.
+    """
+    operands = [
+        WeightedExpression(factor, one.strength, one.level)
+        if factor.names
+        else WeightedExpression(factor, 1.0)
+        for one in weighted
+        for factor in one.expression.normalized().factors()
+    ]
+    return tuple(sorted(operands, key=_order))
+
+
+def _order(operand: WeightedExpression) -> tuple[bool, str, float, str]:
+    return (
+        bool(operand.expression.names),
+        str(operand.expression),
+        operand.strength or 0.0,
+        operand.level,
+    )
 
 
 def constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
@@ -105,9 +192,9 @@ def _texts(args: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _check_mentions(goals: Sequence[GoalParams]) -> None:
-    mentioning = [goal.expression for goal in goals if goal.expression.mentions]
-    require_single_constraint(len(mentioning))
-    texts = [text for e in mentioning for mention in e.mentions for text in mention.texts]
+    mentions = [goal.mentions for goal in goals if goal.mentions]
+    require_single_constraint(len(mentions))
+    texts = [text for goal in mentions for mention in goal for text in mention.texts]
     size = len("".join(texts).encode("utf-8", "replace"))
     if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
         raise InvalidInputError(
@@ -135,25 +222,54 @@ def _expression(text: Any) -> Expression:
     return expression
 
 
-def _numbers(
-    args: Mapping[str, Any], key: str, default: float, count: int, limit: float
-) -> list[float]:
-    """Read one number for each goal; a single number applies to all."""
-    value = args.get(key, default)
-    values: Sequence[Any] = value if isinstance(value, list) else [value] * count
+def _strengths(value: Any, count: int) -> list[float | None]:
+    """Read one strength for each goal, rounded; a single number applies to all."""
+    values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
-        raise InvalidInputError(f"{key} has {len(values)} values, for {count} goals.")
-    return [_number(key, number, limit) for number in values]
+        raise InvalidInputError(f"strength has {len(values)} values, for {count} goals.")
+    strengths = [_number("strength", number, MAX_STRENGTH, MIN_STRENGTH) for number in values]
+    return [float(f"{strength:.{STRENGTH_DIGITS}g}") for strength in strengths]
 
 
-def _number(key: str, value: Any, limit: float) -> float:
+def _level(value: Any) -> str:
+    if not isinstance(value, str) or value not in BUDGETS:
+        raise InvalidInputError(
+            f"level must be one of {', '.join(BUDGETS)}, not {str(value)[:40]!r}."
+        )
+    return value
+
+
+def _transforms(value: Any, count: int) -> list[LogitAffine]:
+    """Read a scale and a shift for each goal; a single pair applies to all.
+
+    Over HTTP, vLLM accepts no nested lists: the pairs may also be written one after the other.
+    """
+    numbers = _as_list(value)
+    if numbers and all(isinstance(pair, list) and len(pair) == 2 for pair in numbers):
+        numbers = [number for pair in numbers for number in pair]
+    if len(numbers) == 2:
+        numbers = numbers * count
+    if len(numbers) != 2 * count:
+        raise InvalidInputError(
+            f"transform must be [scale, shift] for all goals, or a list of {count} such pairs."
+        )
+    scales = [_number("The scale of a transform", x, MAX_SCALE, 0.0) for x in numbers[::2]]
+    shifts = [_number("The shift of a transform", x, MAX_SHIFT) for x in numbers[1::2]]
+    if 0.0 in scales:
+        raise InvalidInputError("The scale of a transform must be above 0.")
+    return [LogitAffine(*pair) for pair in zip(scales, shifts, strict=True)]
+
+
+def _number(key: str, value: Any, high: float, low: float | None = None) -> float:
+    """Read a number from `low` to `high`; by default, `low` is `-high`."""
+    low = -high if low is None else low
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if not isfinite(number) or abs(number) > limit:
+    if not isfinite(number) or not low <= number <= high:
         raise InvalidInputError(
-            f"{key} must be a number from {-limit:g} to {limit:g}, not {str(value)[:40]!r}."
+            f"{key} must be a number from {low:g} to {high:g}, not {str(value)[:40]!r}."
         )
     return number
 

@@ -1,13 +1,14 @@
 """Prometheus metrics of all processes of a server, at /metrics together with those of vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from torch import Tensor
 
 STEPS_BETWEEN_READS = 128  # of values on the device: reading them waits for it
+STEPS_BETWEEN_PRICES = 16  # a price costs several passes over the logits
 
 REQUESTS = Counter("foretrace_requests", "Steered requests that began.")
 REFUSED = Counter("foretrace_refused", "Requests with a goal that were refused.")
@@ -24,11 +25,11 @@ STEP = Histogram(
     "Time of steering in a decoding step.",
     buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1),
 )
-EAP = Gauge(
-    "foretrace_mean_eap",
-    "Expected attribute probability of texts in generation, mean over the last steps.",
-    multiprocess_mode="mostrecent",
+PRICE = Counter(
+    "foretrace_price_nats",
+    "Price of steering: the sum of KL(steered || bare) over the measured tokens, in nats.",
 )
+PRICED = Counter("foretrace_price_tokens", "Steered tokens whose price was measured.")
 
 
 def observe_cache(event: str, value: float) -> None:
@@ -47,18 +48,29 @@ def timed_step() -> Iterator[None]:
     STEP.observe(perf_counter() - began)
 
 
-class MeanEAP:
-    """The mean EAP over many steps, summed on the device."""
+class PriceMeter:
+    """Measures the price of steering in one of many steps, and sums it on the device."""
 
     def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-        self.rows = self.steps = 0
+        self.nats: Tensor | None = None
+        self.tokens = self.steps = 0
 
-    def add(self, eap: Tensor) -> None:
-        """Add the EAP of every steered row: (n,)."""
-        self.total = self.total + eap.sum()
-        self.rows += len(eap)
+    def next_step(self) -> Callable[[Tensor], None] | None:
+        """Begin a step; return the function that takes its prices, or None if it needs none."""
         self.steps += 1
-        if self.steps == STEPS_BETWEEN_READS:
-            EAP.set(float(self.total) / self.rows)
-            self.total, self.rows, self.steps = 0.0, 0, 0
+        if self.steps % STEPS_BETWEEN_READS == 0:
+            self._count()
+        return self.add if self.steps % STEPS_BETWEEN_PRICES == 1 else None
+
+    def add(self, prices: Tensor) -> None:
+        """Add the price of every steered row, in nats: (n,)."""
+        total = prices.nan_to_num(0.0).sum()  # NaN: no token was possible
+        self.nats = total if self.nats is None else self.nats + total
+        self.tokens += len(prices)
+
+    def _count(self) -> None:
+        """Add the sums to the counters."""
+        if self.nats is not None:
+            PRICE.inc(float(self.nats))
+            PRICED.inc(self.tokens)
+        self.nats, self.tokens = None, 0

@@ -10,40 +10,29 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from threading import Lock
 from time import perf_counter
-from typing import NamedTuple
 
-import torch
-
-from foretrace.attribute import Attribute, AttributeStore, Expression
+from foretrace.attribute import Attribute, AttributeStore
+from foretrace.attribute.expression import Mention
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.disk_cache import DiskCache, Lease
-from foretrace.engines.vllm.params import SteeringParams
+from foretrace.engines.vllm.goal_size import GoalSize, check_sizes, require_small
+from foretrace.engines.vllm.params import GoalParams, SteeringParams
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal
-from foretrace.steering.request import require_single_constraint
+from foretrace.steering.conjunction import conjunction
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the tables: others are not read
-MAX_TERMS = 16  # of all goals of a request: each costs a table, and its share of every step
-MAX_STATES, MAX_TABLES = 64, 256  # of a goal's automaton, and of that times the goal's terms
+VERSION = 3  # of the tables: others are not read
 MAX_REMEMBERED = 4_096  # entries of the small caches below
+MAX_ATTRIBUTES = 256  # in memory of the process that builds: a level's strength is found once
 MAX_COMPARED = 500  # names, when a name is misspelt
-
-
-class GoalSize(NamedTuple):
-    """The cost of a goal, computed without its tables."""
-
-    terms: int
-    min_tokens: int | None
-    """Tokens that the shortest text with the attribute has; None if no text is required."""
 
 
 class TableCache:
@@ -85,6 +74,7 @@ class TableCache:
             None if load_token_bytes is None else cache(_once(load_token_bytes))
         )
         self._size = lru_cache(MAX_REMEMBERED)(self._read_size)
+        self._attribute = lru_cache(MAX_ATTRIBUTES)(self._read_attribute)
         self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
         self._bytes = 0
@@ -103,7 +93,7 @@ class TableCache:
                 f"The horizon of this server is at most {self.horizon} tokens, not "
                 f"{params.horizon}."
             )
-        return [self._key(goal.expression.normalized()) for goal in params.goals]
+        return [self._key(goal) for goal in params.goals]
 
     def lease(self, params: SteeringParams) -> list[Lease] | None:
         """Lease the tables of a request; return None if one does not exist."""
@@ -136,32 +126,18 @@ class TableCache:
                 "to /v1/ only: send the goal there first."
             )
         if missing:
-            self._require_small([goal.expression for goal in params.goals])
+            require_small(params.goals, self._load)
         for i in missing:
-            self._build_once(keys[i], params.goals[i].expression)
-        self._check_sizes([self._size(key) for key in keys], limit)
+            self._build_once(keys[i], params.goals[i])
+        check_sizes(params.goals, [self._size(key) for key in keys], limit)
         return keys
 
     def has_constraint(self, keys: Sequence[str]) -> bool:
         """Return whether a goal of an admitted request has required or forbidden texts."""
         return any(self._size(key).min_tokens is not None for key in keys)
 
-    def _check_sizes(self, sizes: Sequence[GoalSize], limit: int | None) -> None:
-        """Raise if the goals of a request have too many terms, or too few tokens to be met."""
-        _require_few_terms(sum(size.terms for size in sizes))
-        required = [size.min_tokens for size in sizes if size.min_tokens is not None]
-        require_single_constraint(len(required))
-        if limit is not None and required and required[0] > limit:
-            raise InvalidInputError(
-                f"The required texts take {required[0]} tokens at least, but the text may have "
-                f"{limit}. Raise max_tokens."
-            )
-
     def _read_size(self, key: str) -> GoalSize:
-        terms = self.disk.attribute(key).terms
-        if terms.automaton is None:
-            return GoalSize(len(terms), None)
-        return GoalSize(len(terms), int(terms.automaton.min_tokens(self.hmm.vocab_size)[0]))
+        return GoalSize.from_attribute(self.disk.attribute(key), self.hmm.vocab_size)
 
     def goals(
         self, params: SteeringParams, keys: list[str], *, build: bool = True
@@ -175,26 +151,36 @@ class TableCache:
         """
         return tuple(
             Goal(
-                self._lookahead(key, goal.expression, build),
-                goal.strength,
-                goal.shift,
-                params.neutral_end,
+                self._lookahead(key, goal, build),
+                strength=1.0,  # the strengths are inside the lookahead
+                transform=goal.transform,
+                neutral_end=params.neutral_end,
             )
             for key, goal in zip(keys, params.goals, strict=True)
         )
 
-    def _key(self, expression: Expression) -> str:
-        """Return a hash of what a table depends on: HMM, expression, attribute files, tokenizer."""
-        files = []
-        for name in expression.names:
-            try:
-                status = self.store.path(name).stat()
-            except (OSError, ValueError):
-                raise self._unknown(name) from None
-            files.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
-        tokens = self._token_bytes().identity if expression.mentions else None
-        content = json.dumps([self._identity, [*map(str, expression.steps)], files, tokens])
+    def _key(self, goal: GoalParams) -> str:
+        """Return a hash of what a table depends on.
+
+        That is the HMM, the horizon, the operands with their strength or level, the attribute files
+        and the tokenizer. The transform is not part of it: it is applied to the table's result.
+        """
+        operands = [
+            [[*map(str, operand.expression.steps)], operand.strength or operand.level]
+            for operand in goal.operands
+        ]
+        files = [(name, *self._file(name)) for name in goal.names]
+        tokens = self._token_bytes().identity if goal.mentions else None
+        content = json.dumps([self._identity, operands, files, tokens])
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _file(self, name: str) -> tuple[int, int, int]:
+        """Return the identity of an attribute's file, which changes when it is replaced."""
+        try:
+            status = self.store.path(name).stat()
+        except (OSError, ValueError):
+            raise self._unknown(name) from None
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _unknown(self, name: str) -> InvalidInputError:
         names = [known for known in self.names() if abs(len(known) - len(name)) <= 3]
@@ -212,7 +198,7 @@ class TableCache:
             return []
         return self._listed[1]
 
-    def _lookahead(self, key: str, expression: Expression, build: bool) -> Lookahead:
+    def _lookahead(self, key: str, goal: GoalParams, build: bool) -> Lookahead:
         """Find a lookahead in memory or on disk, or build it."""
         with self._lock:
             if key in self._kept:
@@ -224,9 +210,9 @@ class TableCache:
             lookahead = self.disk.read(key, self.hmm, self.horizon)
         except ForetraceError:
             # A request keeps the attributes it was admitted with: others are not built for it.
-            if not build or self._key(expression.normalized()) != key:
+            if not build or self._key(goal) != key:
                 raise
-            lookahead = self._build(key, expression)
+            lookahead = self._build(key, goal)
         return self._keep(key, lookahead)
 
     def _keep(self, key: str, lookahead: Lookahead) -> Lookahead:
@@ -239,53 +225,30 @@ class TableCache:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return lookahead
 
-    def _build_once(self, key: str, expression: Expression) -> None:
+    def _build_once(self, key: str, goal: GoalParams) -> None:
         """Build a table, or wait for the thread that is building it."""
         with self._lock:
             turn = self._building.setdefault(key, Lock())
         with turn:
             try:
                 if not self.disk.has(key):
-                    self._build(key, expression)
+                    self._build(key, goal)
             finally:
                 with self._lock:
                     self._building.pop(key, None)
 
-    def _require_small(self, expressions: Sequence[Expression]) -> None:
-        """Raise if goals would cost too much, before anything of their size is computed.
-
-        The goals are built over an alphabet of bytes instead of the vocabulary. An automaton over
-        tokens has no more states than the one over bytes, and the terms are the same.
-        """
-        terms = 0
-        for expression in expressions:
-            attributes = {
-                name: _over_bytes(i, self._load(name)) for i, name in enumerate(expression.names)
-            }
-            small = expression.build(
-                attributes, lambda mention: Attribute.occurrence(mention.texts, BYTES)
-            ).terms
-            states = small.num_states
-            if states > MAX_STATES or states * len(small) > MAX_TABLES:
-                raise InvalidInputError(
-                    f"The required and forbidden texts need an automaton of {states} states "
-                    f"for each of {len(small)} terms. At most {MAX_STATES} states are allowed, and "
-                    f"{MAX_TABLES} for all terms together. Use fewer or shorter texts, or fewer "
-                    f"attributes."
-                )
-            terms += len(small)
-        _require_few_terms(terms)
-
-    def _build(self, key: str, expression: Expression) -> Lookahead:
+    def _build(self, key: str, goal: GoalParams) -> Lookahead:
+        """Build the table of a goal. Levels that were not calibrated are found with the HMM."""
         began = perf_counter()
-        attributes = {name: self._load(name) for name in expression.names}
-        attribute = expression.build(
-            attributes, lambda mention: self._token_bytes().mentions(mention.texts)
-        )
+        attributes = {name: self._load(name) for name in goal.names}
+        attribute = conjunction(goal.operands, attributes, self._mention, self.hmm)
         lookahead = Lookahead(self.hmm, attribute, self.horizon)
         self.disk.write(key, lookahead)
         self.observe("build", perf_counter() - began)
         return lookahead
+
+    def _mention(self, mention: Mention) -> Attribute:
+        return self._token_bytes().mentions(mention.texts)
 
     def _token_bytes(self) -> TokenBytes:
         """Return the bytes of each token; the first call loads the tokenizer."""
@@ -306,6 +269,10 @@ class TableCache:
             self._load_token_bytes()
 
     def _load(self, name: str) -> Attribute:
+        """Load an attribute, or return the one that was loaded from the same file before."""
+        return self._attribute(name, self._file(name))
+
+    def _read_attribute(self, name: str, file: tuple[int, int, int]) -> Attribute:
         try:
             return self.store[name]
         except KeyError:
@@ -328,29 +295,3 @@ def _once(load_token_bytes: Callable[[], TokenBytes]) -> Callable[[], TokenBytes
             return error
 
     return tried
-
-
-BYTES = [bytes([value]) for value in range(256)]
-"""A vocabulary of single bytes."""
-
-
-def _over_bytes(index: int, attribute: Attribute) -> Attribute:
-    """Return an attribute over bytes whose terms combine as another's do.
-
-    Its one token has a random integer as log-weight in each term: sums of these are exact, and
-    equal only where the same terms were multiplied. A constant term stays constant.
-    """
-    terms = attribute.terms
-    generator = torch.Generator().manual_seed(index)
-    random = torch.randint(1, 1 << 40, (len(terms), 1), generator=generator).double()
-    constant = (terms.log_weights == 0).all(1, keepdim=True)
-    token = torch.tensor([index], dtype=torch.int32)
-    return Attribute(replace(terms, tokens=token, log_weights=torch.where(constant, 0.0, -random)))
-
-
-def _require_few_terms(count: int) -> None:
-    if count > MAX_TERMS:
-        raise InvalidInputError(
-            f"The goals of this request have {count} terms, but {MAX_TERMS} are allowed. Use fewer "
-            f"attributes."
-        )
