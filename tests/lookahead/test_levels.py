@@ -106,7 +106,7 @@ def test_noise_does_not_prolong_the_search() -> None:
 
 def test_known_prices_are_shared_between_levels() -> None:
     known: dict[float, float] = {}
-    for count, budget in ((3, 0.06), (5, 0.02), (7, 0.15)):
+    for count, budget in ((3, 0.06), (4, 0.02), (5, 0.15)):
         strength = find_strength(lambda k: 0.01 * k**1.5, budget, known)
         assert strength == pytest.approx((budget / 0.01) ** (1 / 1.5), rel=TOLERANCE)
         assert len(known) <= count

@@ -28,7 +28,8 @@ MAX_EVALUATIONS = 8  # per level
 MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
 # Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
 # proportional to the square of the strength.
-PRIOR_SLOPE, PRIOR_WEIGHT = 0.5, 0.1
+PRIOR_SLOPE, PRIOR_WEIGHT, FLAT_SLOPE = 0.5, 0.1, 2.0
+MIN_DISTANCE = 0.4  # of two strengths, as a logarithm, for a slope
 MIN_BRACKET = 0.01  # relative: within it, prices differ by noise
 
 
@@ -95,13 +96,12 @@ def _next_strength(known: Mapping[float, float], budget: float, start: float) ->
     direction = 1 if above is None else -1
     nearest, *others = sorted(known, reverse=above is None)
     distance, slope = 0.0, PRIOR_SLOPE
-    if others:
-        # The prior keeps the noise of two prices that are close from deciding the slope.
-        distance = abs(log(others[0] / nearest))
-        difference = abs(excess[others[0]] - excess[nearest])
+    if others:  # of the others, one that is far enough for a slope that is not noise
+        other = next((x for x in others if abs(log(x / nearest)) > MIN_DISTANCE), others[-1])
+        distance, difference = abs(log(other / nearest)), abs(excess[other] - excess[nearest])
         slope = (distance + PRIOR_SLOPE * PRIOR_WEIGHT) / (difference + PRIOR_WEIGHT)
     size = slope * abs(excess[nearest])
-    if len(others) > 1:  # the price flattens out: double the distance
+    if slope > FLAT_SLOPE:  # the price flattens out, and more so farther away
         size = max(size, distance)
     strength = nearest * exp(direction * min(size, log(MAX_FACTOR)))
     return min(max(strength, MIN_STRENGTH), MAX_STRENGTH)
