@@ -214,7 +214,7 @@ def test_a_step_costs_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     hmm = tiny_hmm("dense")
     goal = Goal(Lookahead(hmm, evidence(once=True), 6), 20.0)
     logits = torch.randn(3, TOKENS, dtype=torch.float64)
-    spent = []
+    spent: list[Tensor] = []
     for limit in (0.1, 100.0):
         monkeypatch.setattr("foretrace.steering.request.MAX_REWARD_PRICE", limit)
         tracker = PrefixTracker(hmm)

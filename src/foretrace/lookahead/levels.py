@@ -22,62 +22,89 @@ logger = logging.getLogger(__name__)
 BUDGETS: Mapping[str, float] = {"mild": 0.02, "medium": 0.06, "strong": 0.15}  # nats per token
 DEFAULT_LEVEL = "medium"
 MIN_STRENGTH, MAX_STRENGTH = 0.01, 100.0
+START = 2.0  # the first strength to try
 TOLERANCE = 0.05  # of the price, relative
-MAX_EVALUATIONS = 6  # per level
+MAX_EVALUATIONS = 8  # per level
+MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
+# Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
+# proportional to the square of the strength.
+PRIOR_SLOPE, PRIOR_WEIGHT, FLAT_SLOPE = 0.5, 0.1, 2.0
+MIN_DISTANCE = 0.4  # of two strengths, as a logarithm, for a slope
+MIN_BRACKET = 0.01  # relative: within it, prices differ by noise
 
 
 def find_strength(
-    price: Callable[[float], float], budget: float, known: dict[float, float]
+    price: Callable[[float], float],
+    budget: float,
+    known: dict[float, float],
+    *,
+    start: float = START,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """Find the strength whose price is `budget`, by the secant method on logarithms.
 
     The price is nearly a power of the strength. It is not evaluated beyond MIN_STRENGTH and
-    MAX_STRENGTH: where nothing can be bought, the largest strength is returned.
+    MAX_STRENGTH. Where no strength reaches the budget, a bound or the nearest price is returned.
 
     Args:
         price: Returns the mean price of a strength in nats per token.
         budget: The price to reach.
         known: Prices of strengths that were evaluated before. New ones are added.
+        start: The strength to begin with, if nothing is known.
+        tolerance: The largest relative error of the price.
 
     Returns:
-        The strength.
+        The strength, which is a key of `known`.
     """
-    strength = _guess(known, budget)
     for _ in range(MAX_EVALUATIONS):
-        if strength not in known:
-            known[strength] = price(strength)
-        spent = known[strength]
-        within = abs(spent / budget - 1) <= TOLERANCE
-        if (
-            within
-            or (strength == MAX_STRENGTH and spent < budget)
-            or (strength == MIN_STRENGTH and spent > budget)
-        ):
+        if known and abs(known[best := _nearest(known, budget)] / budget - 1) <= tolerance:
+            return best
+        strength = _next_strength(known, budget, start)
+        if strength in known:  # a bound, or a bracket too narrow to go on
             return strength
-        strength = _guess(known, budget)
-    return min(known, key=lambda tried: abs(log(max(known[tried], 1e-9) / budget)))
+        known[strength] = price(strength)
+    return _nearest(known, budget)
 
 
-def _guess(known: Mapping[float, float], budget: float) -> float:
-    """Interpolate or extrapolate the strength of a budget from the two nearest known prices."""
-    points = sorted((log(max(spent, 1e-9)), log(strength)) for strength, spent in known.items())
-    target = log(budget)
-    if not points:
-        return 2.0
-    if len(points) == 1:  # for weak steering, the price is proportional to the square
-        guess = points[0][1] + (target - points[0][0]) / 2
-    else:
-        points.sort(key=lambda point: abs(point[0] - target))
-        below = [point for point in points if point[0] <= target]
-        above = [point for point in points if point[0] > target]
-        first, second = (below[0], above[0]) if below and above else points[:2]
-        slope = (second[1] - first[1]) / ((second[0] - first[0]) or 1e-9)
-        guess = first[1] + min(max(slope, 0.1), 3.0) * (target - first[0])
-        if below and above:
-            bounds = sorted((first[1], second[1]))
-            guess = min(max(guess, bounds[0]), bounds[1])
-    nearest = max(min(guess, points[0][1] + log(8)), points[0][1] - log(8))
-    return min(max(exp(nearest), MIN_STRENGTH), MAX_STRENGTH)
+def _nearest(known: Mapping[float, float], budget: float) -> float:
+    """Return the strength whose price is nearest to the budget; of several, the last one tried."""
+    return min(reversed(list(known)), key=lambda tried: abs(_log_excess(known, tried, budget)))
+
+
+def _log_excess(known: Mapping[float, float], strength: float, budget: float) -> float:
+    """Return the logarithm of a known price over the budget; a price of 0 counts as 1e-12."""
+    return log(max(known[strength], 1e-12) / budget)
+
+
+def _next_strength(known: Mapping[float, float], budget: float, start: float) -> float:
+    """Return the strength to try next; a known one if there is nothing left to try."""
+    if not known:
+        return start
+    excess = {tried: _log_excess(known, tried, budget) for tried in known}
+    # The price increases with the strength, up to noise: the budget is between these two.
+    above = min((tried for tried in known if excess[tried] > 0), default=None)
+    below = max(
+        (tried for tried in known if excess[tried] <= 0 and (above is None or tried < above)),
+        default=None,
+    )
+    if below is not None and above is not None:
+        width = log(above / below)
+        if width <= MIN_BRACKET:
+            return min((below, above), key=lambda tried: abs(excess[tried]))
+        share = -excess[below] / (excess[above] - excess[below])
+        return below * exp(width * min(max(share, 0.05), 0.95))
+    direction = 1 if above is None else -1
+    nearest, *others = sorted(known, reverse=above is None)
+    distance, slope = 0.0, PRIOR_SLOPE
+    if others:  # of the others, one that is far enough for a slope that is not noise
+        other = next((x for x in others if abs(log(x / nearest)) > MIN_DISTANCE), others[-1])
+        distance, difference = abs(log(other / nearest)), abs(excess[other] - excess[nearest])
+        slope = (distance + PRIOR_SLOPE * PRIOR_WEIGHT) / (difference + PRIOR_WEIGHT)
+    size = slope * abs(excess[nearest])
+    if slope > FLAT_SLOPE:  # the price flattens out, and more so farther away
+        size = max(size, distance)
+    strength = nearest * exp(direction * min(size, log(MAX_FACTOR)))
+    return min(max(strength, MIN_STRENGTH), MAX_STRENGTH)
 
 
 def at_level(attribute: Attribute, level: str, hmm: HMM) -> Attribute:
@@ -112,7 +139,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
         return 1.0
     if level in levels:
         return levels[level]
-    strength = _hmm_strength(hmm, attribute, BUDGETS[level])
+    strength = hmm_strength(hmm, attribute, BUDGETS[level])
     logger.warning(
         "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM alone. "
         "`foretrace calibrate` measures it with the language model.",
@@ -124,7 +151,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
 
 
 @lru_cache(256)
-def _hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
+def hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
     """Find the strength of a budget for texts that the HMM itself generates."""
     return find_strength(lambda strength: hmm_price(hmm, attribute, strength), budget, {})
 
@@ -147,14 +174,23 @@ def hmm_price(hmm: HMM, attribute: Attribute, strength: float) -> float:
     lookahead = Lookahead(hmm, attribute**strength, TEXT_TOKENS)
     generator = torch.Generator(hmm.device).manual_seed(0)
     prompts = hmm.sample(TEXTS, PROMPT_TOKENS, seed=0)
+    ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long, device=hmm.device)
+    has_ended = torch.isin(prompts, ends).any(1)
     *_, last = inference.scan(hmm, prompts)
-    predicted, spent = last.predicted, []
+    predicted, total, count = last.predicted, 0.0, 0
     for remaining in reversed(range(TEXT_TOKENS)):
         weighted = predicted * lookahead.table_for(remaining)
         probability = hmm.emission.predict(predicted).clamp_min_(inference.IMPOSSIBLE)
         joint = hmm.emission.predict(weighted).clamp_min_(inference.IMPOSSIBLE)
-        steered = joint.log_().add_(lookahead.token_weights)
-        spent.append(prices(probability.log_(), steered))
+        bare, steered = probability.log(), joint.log_().add_(lookahead.token_weights)
+        # Ends are neutral, as they are by default: they keep their probability.
+        steered[:, ends] = -torch.inf
+        rest = 1 - probability[:, ends].sum(1, keepdim=True)
+        steered = steered.log_softmax(-1).add_(rest.clamp_min(inference.IMPOSSIBLE).log_())
+        steered[:, ends] = bare[:, ends]
+        total += float(prices(bare, steered)[~has_ended].sum())
+        count += int((~has_ended).sum())
         tokens = torch.multinomial(steered.softmax(-1), 1, generator=generator)[:, 0]
+        has_ended |= torch.isin(tokens, ends)
         predicted = inference.step(hmm, predicted, tokens).predicted
-    return float(torch.stack(spent).mean())
+    return total / max(1, count)

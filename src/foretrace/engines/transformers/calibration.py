@@ -1,0 +1,222 @@
+"""Calibration: find the strengths of an attribute's levels by short steered runs of an LM."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from statistics import median_low
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from foretrace.attribute import Attribute
+from foretrace.engines.transformers.padding import model_inputs, pad_left
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
+from foretrace.lookahead.price import prices
+from foretrace.steering import BatchSteering, Goal, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOLERANCE = 0.15  # of the price, relative: the runs are too short for a closer estimate
+NUM_ROWS = 32  # sequences of a run
+OPENING_TOKENS = 8  # of the default prompts
+
+
+class CalibratedLevel(NamedTuple):
+    """A level: its budget, the strength that was found, and the price of that strength.
+
+    Attributes:
+        budget: The price to reach, in nats per token.
+        strength: The strength.
+        price: The price that was measured, in nats per token.
+    """
+
+    budget: float
+    strength: float
+    price: float
+
+
+class PriceMeter(Protocol):
+    """Measures the price of steering a language model."""
+
+    max_new_tokens: int
+
+    def price(self, goal: Goal) -> float:
+        """Return the mean price of a goal in nats per generated token."""
+
+
+def calibrate(
+    meter: PriceMeter, hmm: HMM, attribute: Attribute, budgets: Mapping[str, float] = BUDGETS
+) -> dict[str, CalibratedLevel]:
+    """Find the strength of every level of an attribute.
+
+    Args:
+        meter: Measures prices, such as `SteeredRuns`. It is called three to ten times.
+        hmm: The HMM of the language model.
+        attribute: A product, evidence, or a conjunction of them.
+        budgets: The price of each level in nats per token.
+
+    Returns:
+        The levels. A level whose budget no strength reaches has the largest strength, or the
+        smallest.
+
+    Raises:
+        InvalidInputError: If the attribute has no strength, or a budget is not above 0.
+    """
+    if not attribute.has_power or not (len(attribute.terms.tokens) or attribute.evidence):
+        raise InvalidInputError(
+            f"'{attribute.name}' has no strength to calibrate: it is no product of token weights "
+            f"and no evidence."
+        )
+    if wrong := [budget for budget in budgets.values() if not budget > 0]:
+        raise InvalidInputError(f"A budget must be above 0 nats per token, not {wrong[0]:g}.")
+
+    def price(strength: float) -> float:
+        lookahead = Lookahead(hmm, attribute**strength, meter.max_new_tokens)
+        return meter.price(Goal(lookahead, 1.0))
+
+    known: dict[float, float] = {}
+    middle = median_low(budgets.values())
+    start = hmm_strength(hmm, attribute, middle)
+    levels = {}
+    for name, budget in sorted(budgets.items(), key=lambda item: abs(item[1] - middle)):
+        strength = find_strength(price, budget, known, start=start, tolerance=TOLERANCE)
+        levels[name] = CalibratedLevel(budget, strength, known[strength])
+    return {name: levels[name] for name in budgets}
+
+
+class SteeredRuns:
+    """Continuations of the same prompts, sampled at temperature 1 from the same random numbers.
+
+    Since only the goal differs from run to run, so do prices: differences between strengths are
+    much less noisy than the prices themselves.
+
+    Args:
+        model: A causal LM of transformers.
+        prompts: Token ids of each prompt.
+        ends: Tokens that end a text.
+        copies: Continuations of each prompt. By default, as many as make NUM_ROWS sequences.
+        max_new_tokens: Tokens to generate at most.
+        seed: The random seed.
+        observe: Called with the number of tokens generated so far, at every step of a run.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        prompts: Sequence[Sequence[int]],
+        *,
+        ends: Sequence[int],
+        copies: int | None = None,
+        max_new_tokens: int = 24,
+        seed: int = 0,
+        observe: Callable[[int], None] | None = None,
+    ) -> None:
+        copies = copies or -(-NUM_ROWS // len(prompts))
+        self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
+        self.ends, self.max_new_tokens, self.seed = tuple(ends), max_new_tokens, seed
+        self.observe = observe
+        self._rows = _Rows(model, prompts, copies)  # the prompts are read once
+
+    @torch.inference_mode()
+    def price(self, goal: Goal) -> float:
+        """Return the mean price of a goal in nats per generated token."""
+        requests = [
+            Request((goal,), prompt, self.max_new_tokens, ends=self.ends) for prompt in self.prompts
+        ]
+        rows, steering = deepcopy(self._rows), BatchSteering(goal.lookahead.hmm)
+        states = steering.read_generated(requests, [[]] * len(requests))
+        generator = torch.Generator(rows.logits.device).manual_seed(self.seed)
+        ends = torch.tensor(self.ends, dtype=torch.long, device=rows.logits.device)
+        has_ended = torch.zeros(len(requests), dtype=torch.bool, device=rows.logits.device)
+        total, count = 0.0, 0
+        for num_generated in range(1, self.max_new_tokens + 1):
+            steered = steering.reweight_(rows.logits.clone(), states)
+            total += float(prices(rows.logits, steered)[~has_ended].sum())
+            count += int((~has_ended).sum())
+            tokens = _draw(steered, generator)
+            has_ended |= torch.isin(tokens, ends)
+            if self.observe is not None:
+                self.observe(num_generated)
+            if num_generated == self.max_new_tokens or bool(has_ended.all()):
+                break
+            states = steering.advance(states, tokens.to(goal.lookahead.hmm.device))
+            rows.append(tokens)
+        return total / count
+
+
+@torch.inference_mode()
+def write_openings(
+    model: "PreTrainedModel",
+    start: int,
+    *,
+    ends: Sequence[int],
+    count: int = NUM_ROWS,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Sample the first tokens of texts from an LM, as prompts.
+
+    Args:
+        model: A causal LM of transformers.
+        start: The token that begins a text.
+        ends: Tokens that end a text. They do not occur after the first token.
+        count: The number of prompts.
+        seed: The random seed.
+
+    Returns:
+        Token ids of each prompt.
+    """
+    rows = _Rows(model, [[start]], count)
+    generator = torch.Generator(rows.logits.device).manual_seed(seed)
+    drawn = []
+    for remaining in reversed(range(OPENING_TOKENS)):
+        rows.logits[:, list(ends)] = -torch.inf
+        drawn.append(_draw(rows.logits, generator))
+        if remaining:
+            rows.append(drawn[-1])
+    return [[start, *tokens] for tokens in torch.stack(drawn, 1).tolist()]
+
+
+class _Rows:
+    """A batch of sequences, and the LM's logits of their next tokens, (n, V) float32."""
+
+    def __init__(
+        self, model: "PreTrainedModel", prompts: Sequence[Sequence[int]], copies: int
+    ) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.cache = model, DynamicCache()
+        ids, mask = pad_left(prompts, 0)
+        self.mask = mask
+        with torch.inference_mode():
+            self.logits = self._forward(ids).repeat_interleave(copies, 0)
+            self.cache.batch_repeat_interleave(copies)
+        self.mask = mask.repeat_interleave(copies, 0)
+
+    def __deepcopy__(self, memo: object) -> "_Rows":
+        copied = object.__new__(_Rows)
+        copied.__dict__ |= {**self.__dict__, "cache": deepcopy(self.cache)}
+        return copied
+
+    def append(self, tokens: Tensor) -> None:
+        """Append a token to each row: (n,)."""
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        self.logits = self._forward(tokens[:, None])
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        inputs = model_inputs(ids, self.mask, self.model.device)
+        output = self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
+        return logits.float()
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Sample a token of each row: (n, V) -> (n,).
+
+    `multinomial` draws one random number for each token of the vocabulary, in its order. The same
+    numbers therefore choose the same token where two distributions are alike.
+    """
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
