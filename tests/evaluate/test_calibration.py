@@ -14,7 +14,7 @@ from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import calibration, generations
 from foretrace.evaluate.calibration import StrengthCache, read_calibration_prompts
-from foretrace.evaluate.price import PriceMeter
+from foretrace.evaluate.price import PriceSampler
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.suite import load_suite
 from foretrace.lookahead.levels import BUDGETS
@@ -73,7 +73,7 @@ def test_levels_have_their_price_and_methods_match(
     matched = results["calibration"]["matched"]["no lookahead"]
     (prices,) = [one["prices"] for name, one in searches.items() if " for " in name]
     assert prices[repr(matched["factor"])] == pytest.approx(matched["price"], rel=0.1)
-    assert matched["price"] == pytest.approx(BUDGETS["mild"], rel=0.1)
+    assert matched["price"] == pytest.approx(BUDGETS["mild"], rel=0.15)
     figures = {name: method["figures"] for name, method in results["methods"].items()}
     assert figures["bare"]["price"]["value"] == 0
     assert figures["mild"]["price"]["low"] <= figures["mild"]["price"]["high"]
@@ -87,7 +87,7 @@ def test_levels_have_their_price_and_methods_match(
 
 def test_unsteered_texts_cost_nothing(lm: Any) -> None:
     sampler = Sampler(lm, ends=[0], max_new_tokens=3)
-    meter = PriceMeter(sampler, [[1, 2], [3], [4, 5]], copies=2, rows=4)
+    meter = PriceSampler(sampler, [[1, 2], [3], [4, 5]], copies=2, rows=4)
     assert meter.price([[], [], []]) == 0
 
 
@@ -110,12 +110,12 @@ def test_strengths_are_searched_again_with_other_settings(tmp_path: Path) -> Non
         return float(0.01 * strength**2)
 
     file = tmp_path / "calibration.json"
-    first = StrengthCache(file, {"lm": "a"}).find("low", price, {"medium": 0.09})
-    assert first["medium"] == pytest.approx(3, rel=0.05)
+    first = StrengthCache(file, {"lm": "a"}).find("low", price, "medium", 0.09, 2.0)
+    assert first == pytest.approx(3, rel=0.1)
     count = len(tried)
-    assert StrengthCache(file, {"lm": "a"}).find("low", price, {"medium": 0.09}) == first
+    assert StrengthCache(file, {"lm": "a"}).find("low", price, "medium", 0.09, 2.0) == first
     assert len(tried) == count
-    assert StrengthCache(file, {"lm": "b"}).find("low", price, {"medium": 0.09}) == first
+    assert StrengthCache(file, {"lm": "b"}).find("low", price, "medium", 0.09, 2.0) == first
     assert len(tried) == 2 * count
 
 
@@ -128,11 +128,10 @@ def test_an_interrupted_search_resumes_with_the_same_strength(tmp_path: Path) ->
             raise KeyboardInterrupt
         return price(strength)
 
-    budgets = {"medium": 0.09}
-    whole = StrengthCache(tmp_path / "whole.json", {}).find("low", price, budgets)
-    assert whole["medium"] == pytest.approx(9 ** (1 / 1.5), rel=0.05)
+    whole = StrengthCache(tmp_path / "whole.json", {}).find("low", price, "medium", 0.09, 2.0)
+    assert whole == pytest.approx(9 ** (1 / 1.5), rel=0.1)
     file = tmp_path / "interrupted.json"
     with pytest.raises(KeyboardInterrupt):
-        StrengthCache(file, {}).find("low", interrupted, budgets)
+        StrengthCache(file, {}).find("low", interrupted, "medium", 0.09, 2.0)
     assert json.loads(file.read_text())["searches"]["low"]["prices"]
-    assert StrengthCache(file, {}).find("low", price, budgets) == whole
+    assert StrengthCache(file, {}).find("low", price, "medium", 0.09, 2.0) == whole

@@ -22,13 +22,14 @@ from foretrace.evaluate.preparation import (
     goal_identity,
     rows_identity,
 )
-from foretrace.evaluate.price import PriceMeter
+from foretrace.evaluate.price import PriceSampler
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.lookahead import Lookahead
-from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
 from foretrace.steering import Goal
 
 NUM_PROMPTS, COPIES = 32, 4
+TOLERANCE = 0.1  # of the price, relative
 OPENING_WORDS = 6  # of a text, where a suite has no prompts for calibration
 Observe = Callable[[str, int, int, str], None]
 
@@ -94,7 +95,7 @@ def calibrate(
         suite,
         data,
         calibration_builder,
-        PriceMeter(sampler, encoded, COPIES, sampling.rows),
+        PriceSampler(sampler, encoded, COPIES, sampling.rows),
         StrengthCache(out / "calibration.json", settings),
         observe,
     )
@@ -143,9 +144,9 @@ class StrengthCache:
                 self._searches = content["searches"]
 
     def find(
-        self, key: str, price: Callable[[float], float], budgets: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Find the strength of each budget by its name, or read it from the file."""
+        self, key: str, price: Callable[[float], float], name: str, budget: float, start: float
+    ) -> float:
+        """Find the strength of a budget with a name, or read it from the file."""
         search = self._searches.setdefault(key, {"prices": {}, "strengths": {}})
         known = {float(strength): spent for strength, spent in search["prices"].items()}
 
@@ -155,11 +156,12 @@ class StrengthCache:
             self._save()
             return spent
 
-        for name, budget in budgets.items():
-            if name not in search["strengths"]:
-                search["strengths"][name] = find_strength(measure, budget, known)
-                self._save()
-        return {name: search["strengths"][name] for name in budgets}
+        if name not in search["strengths"]:
+            search["strengths"][name] = find_strength(
+                measure, budget, known, start=start, tolerance=TOLERANCE
+            )
+            self._save()
+        return search["strengths"][name]
 
     def price(self, key: str, price: Callable[[], float]) -> float:
         """Measure a price, or read it from the file."""
@@ -181,7 +183,7 @@ class StrengthSearch:
     data: Path
     builder: MethodBuilder
     """Builds goals for the calibration prompts."""
-    meter: PriceMeter
+    meter: PriceSampler
     cache: StrengthCache
     observe: Observe
 
@@ -226,12 +228,9 @@ class StrengthSearch:
                     f"The method '{name}' cannot match the price of '{plan.match_price}', which "
                     f"costs nothing."
                 )
-            factors = self.cache.find(
-                f"{self._key(plan)} for {budget!r}",
-                partial(self._price, plan),
-                {"factor": budget},
-            )
-            matched[name] = {**factors, "price": budget}
+            key = f"{self._key(plan)} for {budget!r}"
+            factor = self.cache.find(key, partial(self._price, plan), "factor", budget, 1.0)
+            matched[name] = {"factor": factor, "price": budget}
             self.observe(f"calibrate: {name}", 1, 1, "strengths")
         return matched
 
@@ -253,7 +252,9 @@ class StrengthSearch:
 
         found: dict[str, float] = {}
         for done, level in enumerate(sorted(levels, key=lambda one: BUDGETS[one]), 1):
-            found |= self.cache.find(f"{name} {identity}", price, {level: BUDGETS[level]})
+            budget = BUDGETS[level]
+            start = hmm_strength(self.builder.hmm, chosen[0], budget)
+            found[level] = self.cache.find(f"{name} {identity}", price, level, budget, start)
             self.observe(f"calibrate: {name}", done, len(levels), "levels")
         return found
 

@@ -10,7 +10,7 @@ from foretrace.steering import Goal
 
 
 @dataclass(frozen=True)
-class PriceMeter:
+class PriceSampler:
     """Measures the price of steering: KL(steered || bare) of the next token, in nats per token.
 
     Every measurement uses the same prompts and the same seed, so that prices of different goals
@@ -25,8 +25,8 @@ class PriceMeter:
 
     Example:
         >>> from foretrace.engines.transformers.sampler import Sampler
-        >>> from foretrace.evaluate.price import PriceMeter
-        >>> meter = PriceMeter(Sampler(model, ends=[0], max_new_tokens=4), [[5, 6], [7]])
+        >>> from foretrace.evaluate.price import PriceSampler
+        >>> meter = PriceSampler(Sampler(model, ends=[0], max_new_tokens=4), [[5, 6], [7]])
         >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=4), strength=2.0)
         >>> meter.price([[goal], [goal]]) > 0
         True
