@@ -1,9 +1,11 @@
 """Evaluate steering: every suite, on SmolLM2 with the HMM of `examples/` or of FORETRACE_HMM.
 
 Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a sentence-transformers
-model for the judges, and FORETRACE_RESULTS to the folder of all outputs. A run takes hours and
-resumes where it stopped. It writes the pages `docs/results/*.md` of the suites. With --quick, it
-generates a few texts of one suite in a temporary folder.
+model for the judges, and FORETRACE_RESULTS to the folder of all outputs. FORETRACE_DTYPE is the
+dtype of the language model, bfloat16 by default; float32 is faster on CPUs without bfloat16
+instructions. A run takes hours and resumes where it stopped. It writes the pages
+`docs/results/*.md` of the suites. With --quick, it generates a few texts of one suite in a
+temporary folder.
 """
 
 import json
@@ -31,7 +33,7 @@ PROMPTS = {
     "detox-curve": 100,
     "sentiment": 200,
 }
-BEST = "both transforms"
+STRONG, TRANSFORMED = "strong", "paper transform (20, -63), 3 tokens"
 
 
 def main() -> None:
@@ -40,9 +42,9 @@ def main() -> None:
     report = Report("Steered against bare")
     if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
-            quick = ["--continuations", 4, "--method", "transform"]
+            quick = ["--continuations", 4, "--method", "medium"]
             results = run_suite("sentiment", Path(scratch) / "sentiment", 6, *quick)
-            _add(report, "sentiment", results, "transform", "positive, mean")
+            _add(report, "sentiment", results, "medium", "positive, mean")
     else:
         folder = Path(os.environ["FORETRACE_RESULTS"])
         for suite, prompts in PROMPTS.items():
@@ -83,7 +85,7 @@ def _command(
     """Build the arguments of `foretrace`."""
     command = ["evaluate", lm, "--hmm", hmm, "--suite", suite, "--data", data]
     command += [] if prompts is None else ["--prompts", prompts]
-    command += ["--dtype", "bfloat16"]
+    command += ["--dtype", os.environ.get("FORETRACE_DTYPE", "bfloat16")]
     command += [] if encoder is None else ["--encoder", encoder]
     return [*command, "--out", out]
 
@@ -102,15 +104,20 @@ def _publish(suite: str, out: Path) -> None:
 
 
 def _add_targets(report: Report, suite: str, results: dict[str, Any]) -> None:
-    """Report the best method against its targets."""
+    """Report the strong level, and the paper's transform against its targets."""
     hard = suite == "detox-hard"
     maximum, any_above = "toxicity, average maximum", "toxicity, probability of any"
-    _add(report, suite, results, BEST, maximum, at_most=-0.65 if hard else None)
-    _add(report, suite, results, BEST, any_above, at_most=-0.85 if hard else -0.90)
-    _add(report, suite, results, BEST, "perplexity", at_most=0.10)
-    for name in ("dist-2", "dist-3"):
-        difference = results["methods"][BEST]["figures"][name]["difference"][0]
-        report.add(f"{suite}, {BEST}: {name}, lost", -difference, "", at_most=0.02)
+    for name in (maximum, any_above, "perplexity"):
+        _add(report, suite, results, STRONG, name)
+    _add(report, suite, results, TRANSFORMED, maximum, at_most=-0.65 if hard else None)
+    _add(report, suite, results, TRANSFORMED, any_above, at_most=-0.85 if hard else -0.90)
+    _add(report, suite, results, TRANSFORMED, "perplexity", at_most=0.10)
+    for method in (STRONG, TRANSFORMED):
+        figures = results["methods"][method]["figures"]
+        report.add(f"{suite}, {method}: price", figures["price"]["value"], "nats per token")
+        for name in ("dist-2", "dist-3"):
+            lost = -figures[name]["difference"][0]
+            report.add(f"{suite}, {method}: {name}, lost", lost, "", at_most=0.02)
 
 
 def _add(

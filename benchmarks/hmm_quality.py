@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evaluation import BEST, EXAMPLE, ROOT, run_suite
+from evaluation import EXAMPLE, ROOT, STRONG, run_suite
 from harness import Report, options
 
 STATES, EPOCHS = 512, (1, 2, 4, 8)
@@ -29,9 +29,9 @@ def main() -> None:
     if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
             hmm = _train(corpus, Path(scratch) / "hmm", 16, 1)
-            more = ["--continuations", 4, "--method", "transform"]
+            more = ["--continuations", 4, "--method", "medium"]
             results = run_suite("sentiment", Path(scratch) / "out", 4, *more, hmm=hmm)
-            changed = results["methods"]["transform"]["figures"]
+            changed = results["methods"]["medium"]["figures"]
             _add(report, "16 states, 1 epoch", hmm, changed, QUICK_FIGURES)
     else:
         results_folder = Path(os.environ["FORETRACE_RESULTS"]) / "hmm-quality"
@@ -44,11 +44,11 @@ def main() -> None:
         hmms["the example, 1,024 states"] = EXAMPLE
         points = {}
         for number, (name, hmm) in enumerate(hmms.items()):
-            more = ["--continuations", 10, "--method", BEST]
+            more = ["--continuations", 10, "--method", STRONG]
             judges = results_folder.parent / "judges"
             out = results_folder / f"control {number}"
             results = run_suite("detox-hard", out, 50, *more, hmm=hmm, judges=judges)
-            changed = results["methods"][BEST]["figures"]
+            changed = results["methods"][STRONG]["figures"]
             points[name] = _add(report, name, hmm, changed, FIGURES)
         _draw(points, ROOT / "docs" / "results" / "hmm-quality.png")
     report.publish(arguments.json)

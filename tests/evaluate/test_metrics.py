@@ -37,6 +37,28 @@ def test_distinct_counts_ngrams_over_all_continuations() -> None:
     assert triples.value == pytest.approx((3 / 7 + 0) / 2)
 
 
+def test_price_is_the_mean_over_tokens() -> None:
+    price = metrics.price([[0.2, 0.0], [0.1]], [[10, 30], [20]])
+    assert price.value == pytest.approx((0.2 * 10 + 0.1 * 20) / 60)
+    assert price.totals.tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_letters_are_counted_among_visible_characters() -> None:
+    assert metrics.letters([["ab 1\n", "é!"], [" "]]).value == pytest.approx(3 / 5)
+
+
+def test_repetition_counts_ngrams_within_a_text() -> None:
+    loop, other = "a b c d a b c d", "a b c d"  # 5 4-grams, of which one occurs twice; and 1
+    assert metrics.repetition([[loop, other], ["x"]]).value == pytest.approx(1 / 6)
+    assert isnan(metrics.repetition([["x"]]).value)
+
+
+def test_terms_are_whole_words_in_any_case() -> None:
+    texts = [["Women and womenfolk", "native americans"], ["none"]]
+    frequency = metrics.term_frequency(texts, ["women", "Native Americans", "native"])
+    assert frequency.value == pytest.approx(1000 * 2 / 6)
+
+
 def test_perplexity_drops_blank_texts_and_outliers() -> None:
     perplexity = metrics.perplexity([[log(10), log(30), None], [log(20), log(10_000), 800.0]])
     assert perplexity.value == pytest.approx((10 + 30 + 20) / 3)

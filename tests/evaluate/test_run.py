@@ -36,12 +36,15 @@ max_new_tokens: 6
 attributes:
   low: {file: scored.jsonl, score: high, invert: true}
   author: {file: scored.jsonl, by: author}
+  product author: {file: scored.jsonl, by: author, suffix: " (product)", objective: cross-entropy}
 methods:
   bare: {}
   prompting: {instruction: "w1 w2 {prompt} {author}"}
-  steered: {goals: [{of: low, strength: 2}], curve: a}
-  own author: {goals: [{of: '"{author}" & low'}], curve: a}
-  no lookahead: {goals: [{of: low}], horizon: 0}
+  steered: {goals: low, strength: 2, curve: a}
+  own author: {goals: ['"{author} (product)"', low], transform: [[2, 0], [1, 0]], curve: a}
+  level: {goals: low, level: strong}
+  conjunction: {goals: [low, '"{author}"']}
+  no lookahead: {goals: low, horizon: 0, match_price: level}
   best of 2: {best_of: 2, best_by: low}
 judges:
   high:
@@ -58,7 +61,16 @@ judges:
     judged: "{author}"
   itself: {figures: [mean], attribute: low}
 """
-METHODS = ["bare", "prompting", "steered", "own author", "no lookahead", "best of 2"]
+METHODS = [
+    "bare",
+    "prompting",
+    "steered",
+    "own author",
+    "level",
+    "conjunction",
+    "no lookahead",
+    "best of 2",
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from foretrace.attribute import LogitAffine
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
-from foretrace.evaluate.suite import Table, load_suite, suite_names
+from foretrace.evaluate.suite import MethodPlan, Table, load_suite, suite_names
 
 SUITE = """
 prompts: {file: prompts.jsonl, text: prompt}
@@ -14,7 +15,7 @@ attributes:
   polite: {file: scored.jsonl, score: rudeness, invert: true, transform: [2, -1]}
 methods:
   bare: {}
-  steered: {goals: [{of: polite, strength: 2}], horizon: 0}
+  steered: {goals: polite, strength: 2, horizon: 0}
 judges:
   rude: {figures: [mean], source: "my_judge:score"}
 """
@@ -39,8 +40,9 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
     file.write_text(SUITE)
     suite = load_suite(str(file))
     assert suite.name == "mine"
-    assert suite.attributes["polite"].affine.scale == 2
-    assert suite.methods["steered"].goals[0].strength == 2
+    assert suite.attributes["polite"].affine == LogitAffine(2, -1)
+    steered = suite.methods["steered"]
+    assert (steered.goals, steered.strength, steered.neutral_end) == (("polite",), (2.0,), True)
     assert load_suite(file) == suite
 
 
@@ -55,6 +57,16 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
         ("[1, 2]", "must be a mapping"),
         ("a: [", "not YAML"),
         (SUITE.replace("[mean]", "mean"), "are lists"),
+        (SUITE.replace("strength: 2", "shift: 2"), r"`transform: \[SCALE, SHIFT\]`"),
+        (SUITE.replace("strength: 2", "strength: two"), "A strength is a number"),
+        (SUITE.replace("strength: 2", "transform: [1, 2, 3]"), "there are 1 goals"),
+        (SUITE.replace("strength: 2", "strength: 2, level: mild"), "exclude each other"),
+        (SUITE.replace("strength: 2", "strength: 2, transform: [1, 0]"), "exclude each other"),
+        (SUITE.replace("strength: 2", "level: weak"), "unknown level 'weak'"),
+        (SUITE.replace("strength: 2", "match_price: bare"), "cannot match the price of 'bare'"),
+        (SUITE.replace("strength: 2", "match_price: steered"), "does not match another one"),
+        (SUITE.replace("goals: polite, ", ""), "has strength, but no goals"),
+        (SUITE.replace("goals: polite", "goals: [{of: polite}]"), "a goal is an expression"),
     ],
 )
 def test_errors_name_the_cause(tmp_path: Path, text: str, expected: str) -> None:
@@ -62,6 +74,22 @@ def test_errors_name_the_cause(tmp_path: Path, text: str, expected: str) -> None
     file.write_text(text)
     with pytest.raises(ForetraceError, match=expected.replace("?", r"\?")):
         load_suite(str(file))
+
+
+def test_settings_of_several_goals(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+
+    def method(settings: str) -> MethodPlan:
+        file.write_text(SUITE.replace("goals: polite, strength: 2", f"goals: [a, ~b], {settings}"))
+        return load_suite(file).methods["steered"]
+
+    assert method("strength: 2").strength == (2.0, 2.0)
+    assert method("strength: [2, 3]").strength == (2.0, 3.0)
+    assert method("transform: [2, 3]").transform == ((2.0, 3.0), (2.0, 3.0))
+    assert method("transform: [[2, 3], [1, 0]]").transform == ((2.0, 3.0), (1.0, 0.0))
+    assert method("level: mild").used_level == "mild"
+    assert method("neutral_end: false").used_level == "medium"
+    assert method("strength: 2").used_level is None
 
 
 def test_a_suite_cannot_extend_itself(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def measure_fidelity(
         The expectations and outcomes.
 
     Raises:
-        InvalidInputError: If the attribute is an automaton, or the horizon is shorter than the
-            continuations.
+        InvalidInputError: If the attribute is an automaton or evidence, or the horizon is shorter
+            than the continuations.
 
     Example:
         >>> from foretrace.evaluate.fidelity import measure_fidelity
@@ -139,9 +139,10 @@ def measure_fidelity(
         >>> list(fidelity.summary()["across prefixes"])
         [2, 10, 3]
     """
-    if lookahead.automaton is not None:
+    if lookahead.automaton is not None or lookahead.attribute.evidence:
         raise InvalidInputError(
-            "Fidelity is defined for attributes with weights, not for texts that must occur."
+            f"Fidelity is defined for attributes with weights, but '{lookahead.attribute.name}' is "
+            f"evidence or a text that must occur. Fit it with objective cross-entropy."
         )
     if lookahead.horizon < length - 1:
         raise InvalidInputError(
@@ -295,4 +296,6 @@ def _expected_probability(
 def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Return the expected products of weights; a signed table holds their complement: (K, h)."""
     table = lookahead.table_for(ahead)
-    return 1 - table if lookahead.kind.complement else table
+    if lookahead.kind.complement:
+        return 1 - table
+    return table * lookahead.log_scale_for(ahead).exp().to(table)[:, None]

@@ -83,11 +83,15 @@ class Generation(NamedTuple):
         texts: The continuations.
         nats: The negative log-probability of each under the distribution that it was sampled from.
             The mean estimates the conditional entropy.
+        prices: The price of steering each, in nats per generated token; 0 without steering.
+        tokens: The number of generated tokens of each.
         seconds: The time of generation.
     """
 
     texts: list[str]
     nats: list[float]
+    prices: list[float]
+    tokens: list[int]
     seconds: float
 
 
@@ -210,7 +214,9 @@ class ContinuationGenerator:
                 chosen = self._best(candidates, method.best_of, method.best_by[index])
             texts = [decode_after(self.tokenizer, prompt_ids, text.tokens) for text in chosen]
             nats = [-text.log_probability for text in chosen]
-            generations.append(Generation(texts, nats, seconds))
+            prices = [text.price for text in chosen]
+            tokens = [len(text.tokens) for text in chosen]
+            generations.append(Generation(texts, nats, prices, tokens, seconds))
         return generations
 
     def _best(self, candidates: Sequence[Drawn], of: int, attribute: Attribute) -> list[Drawn]:
@@ -258,7 +264,10 @@ def _batch_seed(seed: int, first_index: int) -> int:
 
 
 def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
-    """Read the continuations in a file by prompt index; create the file if there is none."""
+    """Read the continuations in a file by prompt index; create the file if there is none.
+
+    Continuations without prices, of an earlier version, are left out and so generated again.
+    """
     rows = _io.read_lines(file)
     if not rows:
         _io.write_lines(file, [{"settings": dict(settings)}])
@@ -269,5 +278,7 @@ def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
             f"or remove the file to generate them again."
         )
     return {
-        row["prompt"]: Generation(row["texts"], row["nats"], row["seconds"]) for row in rows[1:]
+        row["prompt"]: Generation(*(row[name] for name in Generation._fields))
+        for row in rows[1:]
+        if "prices" in row
     }

@@ -4,6 +4,7 @@ Metrics follow DExperts. A continuation that could not be judged or measured is 
 counted. It never contributes a number.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -227,6 +228,105 @@ def blank(texts: Sequence[Sequence[str]]) -> Measurement:
     """
     return mean_score(
         [[float(not text.strip()) for text in prompt_texts] for prompt_texts in texts]
+    )
+
+
+def price(prices: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> Measurement:
+    """Compute the mean price of a generated token.
+
+    Args:
+        prices: For every prompt, the price of each continuation in nats per token.
+        tokens: The number of tokens of each.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import price
+        >>> price([[0.5, 0.0]], [[1, 3]]).value
+        0.125
+    """
+    return _measurement(
+        [float(np.dot(*pair)) for pair in zip(prices, tokens, strict=True)],
+        [sum(counts) for counts in tokens],
+        0,
+    )
+
+
+def letters(texts: Sequence[Sequence[str]]) -> Measurement:
+    """Compute the share of letters among all characters but white space.
+
+    Steering can lead to digits and symbols, which few judges object to.
+
+    Args:
+        texts: The continuations of every prompt.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import letters
+        >>> letters([["in 19", "ab"]]).value
+        0.6666666666666666
+    """
+    visible = ["".join("".join(prompt_texts).split()) for prompt_texts in texts]
+    return _measurement(
+        [sum(character.isalpha() for character in characters) for characters in visible],
+        [len(characters) for characters in visible],
+        0,
+    )
+
+
+def repetition(texts: Sequence[Sequence[str]], n: int = 4) -> Measurement:
+    """Compute the share of n-grams of words that occurred before in the same continuation.
+
+    Args:
+        texts: The continuations of every prompt.
+        n: The length of the n-grams in words.
+
+    Returns:
+        The measurement. Continuations of fewer than n words have no n-gram.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import repetition
+        >>> repetition([["a b a b a", "c d e"]], n=2).value
+        0.3333333333333333
+    """
+    repeated, total = [], []
+    for prompt_texts in texts:
+        counts = [_count_ngrams(text.split(), n) for text in prompt_texts]
+        repeated.append(sum(number - distinct for number, distinct in counts))
+        total.append(sum(number for number, _ in counts))
+    return _measurement(repeated, total, 0)
+
+
+def _count_ngrams(text_words: Sequence[str], n: int) -> tuple[int, int]:
+    """Count the n-grams of a text, and the distinct ones."""
+    ngrams = [tuple(text_words[i : i + n]) for i in range(len(text_words) - n + 1)]
+    return len(ngrams), len(set(ngrams))
+
+
+def term_frequency(texts: Sequence[Sequence[str]], terms: Sequence[str]) -> Measurement:
+    """Count how often terms occur in 1,000 words.
+
+    Args:
+        texts: The continuations of every prompt.
+        terms: Words and phrases. Upper and lower case are not distinguished.
+
+    Returns:
+        The measurement.
+
+    Example:
+        >>> from foretrace.evaluate.metrics import term_frequency
+        >>> term_frequency([["Women vote", "a woman"]], ["women"]).value
+        250.0
+    """
+    longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
+    pattern = re.compile(rf"\b(?:{'|'.join(longest_first)})\b", re.IGNORECASE)
+    return _measurement(
+        [1000 * sum(len(pattern.findall(text)) for text in row) for row in texts],
+        [sum(len(text.split()) for text in row) for row in texts],
+        0,
     )
 
 

@@ -3,25 +3,35 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from foretrace import _io
-from foretrace.attribute import Attribute, AttributeStore, FitConfig, parse, tokenize
+from foretrace.attribute import (
+    Attribute,
+    AttributeStore,
+    FitConfig,
+    LogitAffine,
+    parse,
+    tokenize,
+)
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.generations import Method
-from foretrace.evaluate.suite import AttributePlan, GoalPlan, MethodPlan, Suite
+from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
+from foretrace.lookahead.levels import DEFAULT_LEVEL
 from foretrace.steering import Goal
+from foretrace.steering.conjunction import WeightedExpression, conjunction
 from foretrace.vocabulary import tokenizer_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
-LookaheadKey = tuple[str, int]  # an attribute expression and a horizon
 
 
 def fill_template(template: str, row: Row) -> str:
@@ -38,7 +48,23 @@ def fill_template(template: str, row: Row) -> str:
 def attribute_identity(attribute: Attribute) -> str:
     """Return a checksum of an attribute's tensors."""
     terms = attribute.terms
-    return _io.checksums([terms.coefficients, terms.tokens, terms.log_weights])
+    tensors = [terms.coefficients, terms.tokens, terms.log_weights]
+    for evidence in attribute.evidence:
+        settings = torch.tensor([evidence.bias, evidence.once], dtype=torch.float64)
+        tensors += [settings, evidence.tokens, evidence.rewards]
+    return _io.checksums(tensors)
+
+
+def goal_identity(goal: Goal) -> tuple[str | float, ...]:
+    """Return a checksum of a goal's attribute, to the power of its strength, and its settings."""
+    transform = goal.transform
+    return (
+        attribute_identity(goal.lookahead.attribute),
+        goal.lookahead.horizon,
+        goal.neutral_end,
+        transform.scale,
+        transform.shift,
+    )
 
 
 def fit_attributes(
@@ -50,7 +76,7 @@ def fit_attributes(
     for name, plan in suite.attributes.items():
         plan_file = folder / f".{name}.plan.json"
         rows = plan.rows(data)
-        plan_content = {**asdict(plan), "transform": list(plan.transform)}
+        plan_content = {**asdict(plan), "transform": plan.transform and list(plan.transform)}
         inputs = {"plan": plan_content, "rows": rows_identity(rows), **settings}
         if plan_file.is_file() and _io.read_json(plan_file) == inputs:
             continue
@@ -78,13 +104,20 @@ def _fit(
     windows = tokenize([row[plan.text] for row in rows], tokenizer)
     common = {"groups": windows.texts, "source": {"data": plan.file}, **settings}
     if plan.by is not None:
-        labels = [str(rows[text][plan.by]) for text in windows.texts]
-        config = FitConfig(objective=plan.objective, terms=plan.terms, by_absence=True)
+        labels = [str(rows[text][plan.by]) + plan.suffix for text in windows.texts]
+        config = None if plan.objective is None else _fit_config(plan, by_absence=True)
         yield from Attribute.fit_each(windows.token_ids, labels, config=config, **common)
         return
     scores = [_planned_score(rows[text], plan) for text in windows.texts]
-    config = FitConfig(objective=plan.objective, terms=plan.terms, transform=plan.affine)
+    config = _fit_config(plan, transform=plan.affine)
     yield Attribute.fit(windows.token_ids, scores, config=config, name=name, **common)
+
+
+def _fit_config(plan: AttributePlan, **settings: Any) -> FitConfig:
+    """Build the settings of a fit; the objective is the default one unless the plan names it."""
+    if plan.objective is not None:
+        settings["objective"] = plan.objective
+    return FitConfig(terms=plan.terms, **settings)
 
 
 def _planned_score(row: Row, plan: AttributePlan) -> float:
@@ -116,21 +149,25 @@ class MethodBuilder:
     prompts: Sequence[Row]
     text_column: str
     _attributes: dict[str, Attribute] = field(default_factory=dict)
-    _lookaheads: dict[LookaheadKey, Lookahead] = field(default_factory=dict)
-    _goals: dict[tuple[GoalPlan, LookaheadKey, bool], Goal] = field(default_factory=dict)
+    _goals: dict[Any, tuple[Goal, ...]] = field(default_factory=dict)
 
-    def method(self, name: str, plan: MethodPlan) -> Method:
+    def method(self, name: str, plan: MethodPlan, factor: float = 1.0) -> Method:
         """Build a method: the goals, instruction and selection attribute of every prompt."""
-        goals = inputs = None
-        if plan.goals:
-            goals = [
-                [self._goal(goal, plan.horizon, plan.neutral_end, row) for goal in plan.goals]
-                for row in self.prompts
-            ]
-        if plan.instruction is not None:
-            inputs = self.fill(plan.instruction)
+        goals = self.goals(plan, factor) if plan.goals else None
+        inputs = None if plan.instruction is None else self.fill(plan.instruction)
         best_by = [self.attribute(plan.best_by, row) for row in self.prompts if plan.best_by]
         return Method(name, goals, inputs, plan.best_of, best_by)
+
+    def goals(self, plan: MethodPlan, factor: float = 1.0) -> list[tuple[Goal, ...]]:
+        """Build the goals of every prompt; strengths are multiplied by a factor."""
+        goals = []
+        for row in self.prompts:
+            expressions = tuple(fill_template(goal, row) for goal in plan.goals)
+            key = (expressions, replace(plan, goals=()), factor)
+            if key not in self._goals:
+                self._goals[key] = self._build_goals(expressions, plan, factor)
+            goals.append(self._goals[key])
+        return goals
 
     def fill(self, template: str) -> list[str]:
         """Fill a template with every prompt and the columns of its row."""
@@ -141,18 +178,32 @@ class MethodBuilder:
 
     def attribute(self, expression: str, row: Row) -> Attribute:
         """Build the attribute of an expression for a prompt's row."""
-        text = fill_template(expression, row)
-        if text not in self._attributes:
-            self._attributes[text] = parse(text).build(self.store)
-        return self._attributes[text]
+        return self._attribute(fill_template(expression, row))
 
-    def _goal(self, plan: GoalPlan, horizon: int, neutral_end: bool, row: Row) -> Goal:
-        filled = GoalPlan(fill_template(plan.of, row), plan.strength, plan.shift)
-        key = (filled.of, horizon)
-        if key not in self._lookaheads:
-            self._lookaheads[key] = Lookahead(self.hmm, self.attribute(plan.of, row), horizon)
-        if (filled, key, neutral_end) not in self._goals:
-            self._goals[filled, key, neutral_end] = Goal(
-                self._lookaheads[key], filled.strength, filled.shift, neutral_end
+    def _attribute(self, expression: str) -> Attribute:
+        if expression not in self._attributes:
+            self._attributes[expression] = parse(expression).build(self.store)
+        return self._attributes[expression]
+
+    def _build_goals(
+        self, expressions: Sequence[str], plan: MethodPlan, factor: float
+    ) -> tuple[Goal, ...]:
+        """Build one goal for the conjunction of the expressions, or one for each transform."""
+        if plan.transform is not None:
+            return tuple(
+                Goal(
+                    Lookahead(self.hmm, self._attribute(expression), plan.horizon),
+                    strength=1.0,
+                    transform=LogitAffine(*transform),
+                    neutral_end=plan.neutral_end,
+                )
+                for expression, transform in zip(expressions, plan.transform, strict=True)
             )
-        return self._goals[filled, key, neutral_end]
+        strengths = plan.strength or (None,) * len(expressions)
+        weighted = [
+            WeightedExpression(parse(expression), strength, plan.level or DEFAULT_LEVEL)
+            for expression, strength in zip(expressions, strengths, strict=True)
+        ]
+        attribute = conjunction(weighted, self.store, None, self.hmm)
+        lookahead = Lookahead(self.hmm, attribute, plan.horizon)
+        return (Goal(lookahead, strength=factor, neutral_end=plan.neutral_end),)

@@ -15,6 +15,7 @@ def write_report(results: Results, folder: str | os.PathLike[str]) -> Path:
     """Write `report.md` and its plots into a folder; return the path of the report."""
     folder = Path(folder)
     lines = [f"# {results['suite']}", "", _introduction(results), "", *_metric_table(results), ""]
+    lines += _strength_list(results)
     lines += _change_table(results)
     lines += ["## Judges", "", *_judge_list(results)]
     if any(method["plan"]["curve"] for method in results["methods"].values()):
@@ -38,7 +39,9 @@ def _introduction(results: Results) -> str:
         f"{results['prompts']:,} prompts, {sampling['continuations']} continuations of "
         f"{sampling['max_new_tokens']} tokens each, top-p {sampling['top_p']:g}, seed "
         f"{sampling['seed']}. Brackets hold 95% confidence intervals, by resampling prompts. "
-        f"Perplexity is that of the continuation given the prompt, under the unsteered LM."
+        f"Perplexity is that of the continuation given the prompt, under the unsteered LM. The "
+        f"price of steering is the KL divergence of the steered from the bare next-token "
+        f"distribution, in nats per generated token."
     )
 
 
@@ -62,6 +65,22 @@ def _change_table(results: Results) -> list[str]:
         cells = [_format_change(facts["figures"].get(name, {})) for name in names]
         lines.append(_table_row(method, *cells))
     return [*lines, ""]
+
+
+def _strength_list(results: Results) -> list[str]:
+    """List the strengths that were found by their price."""
+    calibration = results["calibration"]
+    lines = [
+        f"- {attribute}: {', '.join(f'{level} {value:.3g}' for level, value in levels.items())}"
+        for attribute, levels in calibration["levels"].items()
+    ]
+    lines += [
+        f"- {method}: {matched['factor']:.3g} times the strengths of its level, at which it costs "
+        f"{matched['price']:.3g} nats per token on the prompts of the calibration, as much as "
+        f"{results['methods'][method]['plan']['match_price']}"
+        for method, matched in calibration["matched"].items()
+    ]
+    return ["## Strengths of levels", "", *lines, ""] if lines else []
 
 
 def _equal_perplexity_table(results: Results) -> list[str]:

@@ -5,6 +5,8 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from foretrace import _io
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
+from foretrace.evaluate.calibration import calibrate
 from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
 from foretrace.evaluate.perplexity import mean_nll
@@ -20,11 +23,11 @@ from foretrace.evaluate.preparation import (
     MethodBuilder,
     attribute_identity,
     fit_attributes,
+    goal_identity,
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import METRICS, Suite
-from foretrace.steering import Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,8 +129,13 @@ def evaluate(
     runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), observe)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
-    methods = [builder.method(name, suite.methods[name]) for name in _chosen(suite, config.methods)]
+    chosen = _chosen(suite, config.methods)
     hmm_identity = hmm.identity()
+    identities = {"lm": runner.lm, "hmm": hmm_identity}
+    calibrated = calibrate(suite, chosen, builder, generator, data, out, identities, observe)
+    methods = [
+        builder.method(name, suite.methods[name], calibrated.factor(name)) for name in chosen
+    ]
     inputs = {method.name: _method_inputs(method, hmm_identity, prompts) for method in methods}
     measured = {method.name: runner.measure(method, inputs[method.name]) for method in methods}
     costs = runner.costs(methods, {"methods": inputs, "sampling": asdict(sampling)})
@@ -140,6 +148,7 @@ def evaluate(
         "baseline": suite.baseline,
         "rival": suite.rival,
         "judges": judges,
+        "calibration": calibrated._asdict(),
         "methods": _compare(measured, costs, suite),
         "at equal perplexity": _compare_curves(measured, suite),
     }
@@ -182,13 +191,7 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
 
 def _method_inputs(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]:
     """Return checksums of everything that a method's texts depend on, apart from sampling."""
-    goals = [
-        [
-            (attribute_identity(goal.lookahead.attribute), *_goal_settings(goal))
-            for goal in prompt_goals
-        ]
-        for prompt_goals in method.goals or []
-    ]
+    goals = [[goal_identity(goal) for goal in prompt_goals] for prompt_goals in method.goals or []]
     best_by = [attribute_identity(attribute) for attribute in method.best_by]
     inputs = [goals, method.prompts or prompts, method.best_of, best_by]
     content = json.dumps(inputs, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -197,10 +200,6 @@ def _method_inputs(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str
         "given": hashlib.sha256(content).hexdigest(),
         "hmm": hmm if method.goals else None,
     }
-
-
-def _goal_settings(goal: Goal) -> tuple[float, ...]:
-    return goal.lookahead.horizon, goal.neutral_end, goal.strength, goal.shift
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,17 @@ class _Runner:
             for metric in scorer.plan.figures:
                 measurements[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
         measurements["perplexity"] = metrics.perplexity(self._losses(name, texts))
+        if method.best_of == 1 and method.prompts is None:
+            # The distribution of an instruction or of a selection is not compared with the bare.
+            measurements["price"] = metrics.price(
+                [generation.prices for generation in generations],
+                [generation.tokens for generation in generations],
+            )
         measurements["words"] = metrics.words(texts)
+        measurements["letters"] = metrics.letters(texts)
+        measurements["repetition"] = metrics.repetition(texts)
+        if terms := group_terms():
+            measurements["group terms"] = metrics.term_frequency(texts, terms)
         measurements["blank"] = metrics.blank(texts)
         measurements["dist-2"] = metrics.distinct(texts, 2)
         measurements["dist-3"] = metrics.distinct(texts, 3)
@@ -289,6 +298,16 @@ class _Runner:
         )
         _io.write_json(file, {"texts": key, "nats": losses})
         return losses
+
+
+@cache
+def group_terms() -> tuple[str, ...]:
+    """Read the terms for groups of people; empty if the list is not installed."""
+    file = files("foretrace.attribute.fitting").joinpath("group_terms.txt")
+    if not file.is_file():
+        return ()
+    lines = (line.strip() for line in file.read_text("utf-8").splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def _group_means(

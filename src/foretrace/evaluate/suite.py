@@ -14,6 +14,7 @@ from foretrace import _tabular
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
+from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
 
 METRICS: dict[str, Callable[[metrics.Scores], metrics.Measurement]] = {
     "average_maximum": metrics.average_maximum,
@@ -21,6 +22,7 @@ METRICS: dict[str, Callable[[metrics.Scores], metrics.Measurement]] = {
     "mean": metrics.mean_score,
 }
 Plan = TypeVar("Plan")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,11 @@ class AttributePlan(Table):
         invert: Whether to fit 1 - score.
         equals: If set, the score is 1 where the column has this value and otherwise 0.
         by: Fit one attribute for each value of this column, instead of `score`.
-        transform: Scale and shift of the scores' logits: the training transform.
-        objective: The objective of the fit.
+        suffix: Appended to the values of `by` to name their attributes, where a suite fits the same
+            values in two ways.
+        transform: Scale and shift of the scores' logits: the training transform. By default, that
+            of `FitConfig`.
+        objective: The objective of the fit. By default, that of `FitConfig`.
         terms: The maximal number of terms of the mixture.
     """
 
@@ -107,37 +112,33 @@ class AttributePlan(Table):
     invert: bool = False
     equals: Any = None
     by: str | None = None
-    transform: tuple[float, float] = (1.0, 0.0)
-    objective: str = "cross-entropy"
+    suffix: str = ""
+    transform: tuple[float, float] | None = None
+    objective: str | None = None
     terms: int = 1
 
     @property
-    def affine(self) -> LogitAffine:
-        """The training transform."""
-        return LogitAffine(*self.transform)
-
-
-@dataclass(frozen=True)
-class GoalPlan:
-    """A goal.
-
-    Attributes:
-        of: An expression over attributes. `{column}` stands for the value of the prompt's row.
-        strength: The scale of the decode-time transform.
-        shift: The shift of the decode-time transform.
-    """
-
-    of: str
-    strength: float = 1.0
-    shift: float = 0.0
+    def affine(self) -> LogitAffine | None:
+        """The training transform, if there is one."""
+        return None if self.transform is None else LogitAffine(*self.transform)
 
 
 @dataclass(frozen=True)
 class MethodPlan:
     """A method of generation.
 
+    Several goals without a transform are steered toward as one conjunction. With transforms, as in
+    the paper, every goal has its own factor.
+
     Attributes:
-        goals: The goals that the method steers toward.
+        goals: Expressions over attributes. `{column}` stands for the value of the prompt's row.
+        strength: The strength of each goal; None to use the level.
+        level: The level of all goals; None for the default level.
+        transform: The decode-time transform of each goal, a scale and a shift: the paper's. It
+            excludes strength and level.
+        match_price: The name of another method. The strengths of the level are multiplied by the
+            factor at which this method costs as many nats per token as the other one, on the
+            prompts of the calibration.
         horizon: The number of tokens to look ahead. 0 weighs the next token alone.
         neutral_end: Whether the end of text keeps its unsteered probability, so that stopping early
             does not help to reach the goal.
@@ -147,13 +148,24 @@ class MethodPlan:
         curve: The name of the trade-off curve that the method is a point of.
     """
 
-    goals: tuple[GoalPlan, ...] = ()
+    goals: tuple[str, ...] = ()
+    strength: tuple[float, ...] | None = None
+    level: str | None = None
+    transform: tuple[tuple[float, float], ...] | None = None
+    match_price: str | None = None
     horizon: int = 64
-    neutral_end: bool = False
+    neutral_end: bool = True
     instruction: str | None = None
     best_of: int = 1
     best_by: str | None = None
     curve: str | None = None
+
+    @property
+    def used_level(self) -> str | None:
+        """The level that the strengths come from; None for other kinds of steering."""
+        if not self.goals or self.strength is not None or self.transform is not None:
+            return None
+        return self.level or DEFAULT_LEVEL
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,8 @@ class Suite:
         attributes: The attributes to fit, by name. With `by`, the names are the column's values.
         methods: The methods to compare, by name.
         judges: The judges, by name.
+        calibration: Prompts to find the strengths of levels with. They are not evaluated. By
+            default, the first words of the texts that the first attribute is fitted to.
         template: The LM's input, with `{prompt}` and `{column}` of the prompt's row.
         group: A column of the prompts. Scores are also reported for each of its values.
         rival: The method that others are compared with, group by group.
@@ -207,8 +221,8 @@ class Suite:
     Example:
         >>> from foretrace.evaluate.suite import load_suite
         >>> suite = load_suite("sentiment")
-        >>> suite.methods["transform"].goals[0].strength
-        3
+        >>> suite.methods["strong"].level
+        'strong'
     """
 
     name: str
@@ -216,6 +230,7 @@ class Suite:
     attributes: Mapping[str, AttributePlan]
     methods: Mapping[str, MethodPlan]
     judges: Mapping[str, JudgePlan]
+    calibration: Table | None = None
     template: str = "{prompt}"
     group: str | None = None
     rival: str | None = None
@@ -233,13 +248,46 @@ class Suite:
         if self.rival is not None and self.rival not in self.methods:
             raise InvalidInputError(f"The suite '{self.name}' has no method '{self.rival}'.")
         for name, method in self.methods.items():
-            if (method.best_of > 1) != (method.best_by is not None):
-                raise InvalidInputError(
-                    f"The method '{name}' must set both best_of (a number) and best_by (an "
-                    f"attribute), or neither."
-                )
+            self._check_method(name, method)
         for name, judge in self.judges.items():
             _check_judge(name, judge)
+
+    def _check_method(self, name: str, method: MethodPlan) -> None:
+        if (method.best_of > 1) != (method.best_by is not None):
+            raise InvalidInputError(
+                f"The method '{name}' must set both best_of (a number) and best_by (an "
+                f"attribute), or neither."
+            )
+        _check_strength(name, method)
+        if method.match_price is not None:
+            other = self.methods.get(method.match_price)
+            if other is None or not other.goals or other.match_price is not None:
+                raise InvalidInputError(
+                    f"The method '{name}' cannot match the price of '{method.match_price}'. Name a "
+                    f"steered method that does not match another one."
+                )
+
+
+def _check_strength(name: str, method: MethodPlan) -> None:
+    """Check that at most one key sets the strength of a method, and that it has goals."""
+    settings = {
+        "strength": method.strength,
+        "level": method.level,
+        "transform": method.transform,
+        "match_price": method.match_price,
+    }
+    used = [key for key, value in settings.items() if value is not None]
+    if used and not method.goals:
+        raise InvalidInputError(f"The method '{name}' has {used[0]}, but no goals.")
+    if len(used) > 1 and set(used) != {"level", "match_price"}:
+        raise InvalidInputError(
+            f"The method '{name}' has {' and '.join(used)}, which exclude each other. Keep one."
+        )
+    if method.level is not None and method.level not in BUDGETS:
+        raise InvalidInputError(
+            f"The method '{name}' has the unknown level '{method.level}'. Choose one of "
+            f"{', '.join(BUDGETS)}."
+        )
 
 
 def _check_judge(name: str, judge: JudgePlan) -> None:
@@ -339,6 +387,11 @@ def _build_suite(name: str, content: Any) -> Suite:
             **values,
             "name": name,
             "prompts": _build(Table, values.get("prompts"), f"{name}: prompts"),
+            "calibration": (
+                None
+                if values.get("calibration") is None
+                else _build(Table, values["calibration"], f"{name}: calibration")
+            ),
             "attributes": {
                 key: _build(AttributePlan, value, f"{name}: attributes: {key}")
                 for key, value in attributes.items()
@@ -357,10 +410,53 @@ def _build_suite(name: str, content: Any) -> Suite:
 
 def _build_method(content: Any, where: str) -> MethodPlan:
     values = dict(_mapping(content, where))
-    goals = [
-        _build(GoalPlan, goal, f"{where}: goals") for goal in _list(values.get("goals"), where)
-    ]
-    return _build(MethodPlan, {**values, "goals": tuple(goals)}, where)
+    if "shift" in values:
+        raise InvalidFileError(
+            f"{where}: 'shift' is not known. Write the paper's transform as "
+            f"`transform: [SCALE, SHIFT]`."
+        )
+    goals = values.get("goals", [])
+    goals = [goals] if isinstance(goals, str) else _list(goals, where)
+    if any(not isinstance(goal, str) for goal in goals):
+        raise InvalidFileError(
+            f"{where}: a goal is an expression, such as `goals: nontoxic & ~formal`. Strength, "
+            f"level and transform are keys of the method."
+        )
+    values["goals"] = tuple(goals)
+    if values.get("strength") is not None:
+        values["strength"] = _one_for_each(goals, values["strength"], where, _number)
+    if values.get("transform") is not None:
+        values["transform"] = _one_for_each(goals, values["transform"], where, _transform)
+    return _build(MethodPlan, values, where)
+
+
+def _one_for_each(
+    goals: Sequence[str], content: Any, where: str, convert: Callable[[Any], Value | None]
+) -> tuple[Value, ...]:
+    """Convert one value for all goals, or a list of one for each goal."""
+    single = convert(content)
+    if single is not None:
+        return (single,) * len(goals)
+    values = [convert(item) for item in content] if isinstance(content, list) else []
+    converted = tuple(value for value in values if value is not None)
+    if len(converted) < len(values) or len(values) != len(goals):
+        raise InvalidFileError(
+            f"{where}: there are {len(goals)} goals. A strength is a number and a transform "
+            f"[scale, shift]: set one for all goals, or a list of one for each."
+        )
+    return converted
+
+
+def _number(content: Any) -> float | None:
+    valid = isinstance(content, int | float) and not isinstance(content, bool)
+    return float(content) if valid else None
+
+
+def _transform(content: Any) -> tuple[float, float] | None:
+    if not isinstance(content, list) or len(content) != 2:
+        return None
+    scale, shift = map(_number, content)
+    return None if scale is None or shift is None else (scale, shift)
 
 
 def _build_judge(content: Any, where: str) -> JudgePlan:
