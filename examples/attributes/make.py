@@ -1,0 +1,157 @@
+"""Make the attributes of this folder, calibrate them, and write the table of README.md.
+
+    python examples/attributes/make.py DATA LM [--hmm HMM]
+
+DATA is a folder with the tables that SOURCES names, LM the language model of the HMM. An attribute
+whose file exists and was calibrated is not made again: delete the file to make it anew.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
+from foretrace.attribute import group_terms, tokenize, word_tokens
+from foretrace.engines.transformers import calibration, encode_prompts, stop_tokens
+from foretrace.vocabulary import tokenizer_settings
+
+FOLDER = Path(__file__).parent
+PROMPTS = "detox/train_prompts.jsonl.xz"
+MARKERS = "<!-- begin table -->\n", "<!-- end table -->"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an attribute comes from: texts, and the probability that a row has the attribute."""
+
+    train: str
+    text: str
+    score: Callable[[dict[str, Any]], float]
+    test: str | None = None
+    """A table to hold out; None for a tenth of the texts."""
+    keep: bool = False
+    """Whether terms for groups of people get no weight."""
+
+
+DETOX, SST2 = "detox/train.jsonl.xz", "sentiment/sst2_train.jsonl.xz"
+SST2_TEST, BBC = "sentiment/sst2_test.jsonl.xz", "politics/bbc_transfer.jsonl.xz"
+NEWS, NEWS_TEST = "politics/train.jsonl.xz", "politics/test.jsonl.xz"
+SOURCES = {
+    "nontoxic": Source(
+        DETOX, "text", lambda row: 1 - row["toxicity"], "detox/validation.jsonl.xz", keep=True
+    ),
+    "positive": Source(SST2, "text", lambda row: row["positive"], SST2_TEST),
+    "negative": Source(SST2, "text", lambda row: 1 - row["positive"], SST2_TEST),
+    "political": Source(NEWS, "description", lambda row: row["category"] == "POLITICS", NEWS_TEST),
+    "entertainment": Source(BBC, "text", lambda row: row["topic"] == "entertainment"),
+    "sport": Source(BBC, "text", lambda row: row["topic"] == "sport"),
+    "technical": Source(BBC, "text", lambda row: row["topic"] == "tech"),
+    "business": Source(BBC, "text", lambda row: row["topic"] == "business"),
+}
+
+
+class Maker:
+    """Fits and calibrates attributes with one language model."""
+
+    def __init__(self, data: Path, lm: str, hmm: str) -> None:
+        self.data, self.lm = data, lm
+        self.tokenizer = AutoTokenizer.from_pretrained(lm)
+        self.hmm = HMM.from_pretrained(hmm)
+        self.settings = tokenizer_settings(self.tokenizer.get_vocab())
+        self._runs: calibration.SteeredRuns | None = None
+
+    def make(self, name: str, source: Source) -> Attribute:
+        """Fit and calibrate an attribute."""
+        token_ids, scores, groups = self._examples(source.train, source)
+        validation = None
+        if source.test is not None:
+            validation = self._examples(source.test, source)[:2]
+        keep = word_tokens(group_terms(), self.tokenizer) if source.keep else ()
+        fitted = Attribute.fit(
+            token_ids,
+            scores,
+            config=FitConfig(keep=keep),
+            groups=groups,
+            validation=validation,
+            name=name,
+            source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
+            **self.settings,
+        )
+        levels = calibration.calibrate(self.runs(), self.hmm, fitted)
+        record = {"prompts": PROMPTS, "levels": {k: v._asdict() for k, v in levels.items()}}
+        config = replace(
+            fitted.config,
+            levels={level: found.strength for level, found in levels.items()},
+            fit={**fitted.config.fit, "calibration": record},
+        )
+        return replace(fitted, config=config)
+
+    def runs(self) -> calibration.SteeredRuns:
+        """Return the runs of the language model, which is loaded by the first call."""
+        if self._runs is None:
+            lm = AutoModelForCausalLM.from_pretrained(self.lm, dtype="float32")
+            rows = _tabular.read_rows(self.data / PROMPTS, ["prompt"])
+            prompts = [row["prompt"] for row in rows[: 2 * calibration.NUM_ROWS]]
+            self._runs = calibration.SteeredRuns(
+                lm,
+                encode_prompts(self.tokenizer, prompts),
+                ends=stop_tokens(lm.generation_config, self.hmm.config.eos_token_ids),
+            )
+        return self._runs
+
+    def _examples(
+        self, file: str, source: Source
+    ) -> tuple[list[list[int]], list[float], list[int]]:
+        """Return windows of token ids, their scores, and the text of each window."""
+        rows = [row for row in _tabular.read_rows(self.data / file, []) if row[source.text]]
+        windows = tokenize([row[source.text] for row in rows], self.tokenizer, 128)
+        scores = [float(source.score(row)) for row in rows]
+        return windows.token_ids, [scores[text] for text in windows.texts], windows.texts
+
+
+def table(store: AttributeStore, tokenizer: Any) -> str:
+    """Return the table of README.md."""
+    lines = [
+        "| name | form | AUC | mild | medium | strong | tokens that decide | data |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, source in SOURCES.items():
+        attribute = store[name]
+        fit, levels = attribute.config.fit, attribute.config.levels
+        tokens = [tokenizer.decode([effect.token]).strip() for effect in attribute.top_tokens(40)]
+        words = [word for word in dict.fromkeys(tokens) if re.fullmatch(r"[a-z]{4,}", word)]
+        shown = "(insults)" if name == "nontoxic" else ", ".join(words[:6])
+        strengths = " | ".join(f"{levels[level]:.3g}" for level in ("mild", "medium", "strong"))
+        form = "evidence" if attribute.evidence else "product"
+        lines.append(
+            f"| `{name}` | {form} | {fit['auc']:.3f} | {strengths} | {shown} | {source.train} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Make what is missing, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("lm")
+    parser.add_argument("--hmm", default=str(FOLDER.parent / "smollm2-135m"))
+    arguments = parser.parse_args()
+    maker, store = Maker(arguments.data, arguments.lm, arguments.hmm), AttributeStore(FOLDER)
+    for name, source in SOURCES.items():
+        if name not in store or not store[name].config.levels:
+            store.add(maker.make(name, source))
+            print(name, dict(store[name].config.levels), flush=True)  # noqa: T201
+    readme = FOLDER / "README.md"
+    before, _, rest = readme.read_text("utf-8").partition(MARKERS[0])
+    after = rest.partition(MARKERS[1])[2]
+    content = before + MARKERS[0] + table(store, maker.tokenizer) + MARKERS[1] + after
+    readme.write_text(content, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
