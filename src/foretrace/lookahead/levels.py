@@ -156,7 +156,7 @@ def hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
     return find_strength(lambda strength: hmm_price(hmm, attribute, strength), budget, {})
 
 
-PROMPT_TOKENS, TEXT_TOKENS, TEXTS = 8, 24, 32  # of the HMM's texts
+PROMPT_TOKENS, TEXT_TOKENS, TEXTS = 8, 16, 16  # of the HMM's texts
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from math import inf
 from foretrace.errors import InvalidInputError
 from foretrace.steering.goal import Goal
 
-MAX_REWARD_PRICE = 2.0  # nats per step
+MAX_REWARD_PRICE = 1.0  # nats per step: several times the price of the strongest level
 
 
 @dataclass(frozen=True, eq=False)
