@@ -89,6 +89,14 @@ def test_conjunctions_with_constraints_and_products_are_exact(form: str) -> None
     check_exact(hmm, (goal,), log_weights + required.probability(texts, mask).log())
 
 
+def test_rewards_beyond_the_range_of_exponentials_combine_with_constraints() -> None:
+    hmm = tiny_hmm("dense")
+    attribute = Attribute.from_rewards([8.0, -8.0, 0.0, 1.0]) ** 200
+    lookahead = Lookahead(hmm, attribute & Attribute.occurrence("ba", SPELLED), LENGTH)
+    assert bool(lookahead.tables.values.isfinite().all())
+    assert float(lookahead.tables.log_scales.max()) > 3000
+
+
 @pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
 def test_merged_goals_with_different_strengths_are_exact(form: str) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)

@@ -1,6 +1,5 @@
 """Backward tables: the expected weight of r more tokens, for every r and every HMM state."""
 
-from math import exp
 from typing import NamedTuple
 
 import torch
@@ -132,7 +131,9 @@ def _successors(hmm: HMM, terms: Terms, token: ExpectedWeights) -> list[Successo
     class_weights = like.new_zeros(len(terms), dfa.transitions.shape[1], hmm.num_states)
     others = _all_weights(hmm, terms, token.log_scale, excluded=dfa.tokens)
     class_weights[:, 0] = hmm.emission.expect(*others)
-    token_weights = (terms.weights(dfa.tokens) / exp(token.log_scale)).to(like)  # (K, M)
+    token_weights = _all_weights(hmm, terms, token.log_scale)[0][
+        :, dfa.tokens.to(hmm.device).long()
+    ]
     for token_class in range(1, class_weights.shape[1]):
         mask = dfa.classes == token_class
         tokens = dfa.tokens[mask].to(hmm.device, torch.long)
