@@ -77,20 +77,20 @@ def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -
     goal = ft.mentions(MUST, tokenizer) & ~ft.mentions(MUST_NOT, tokenizer)
     lookahead = ft.Lookahead(hmm, goal, HORIZON)
     prompts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
-    for name, strength in (("bare", None), ("steered", 1.0), ("strength 1.5", 1.5)):
+    for name, scale in (("bare", None), ("steered", 1.0), ("scale 1.5", 1.5)):
         torch.manual_seed(0)
-        goals = [] if strength is None else [ft.Goal(lookahead, strength)]
+        goals = [] if scale is None else [ft.Goal(lookahead, transform=ft.LogitAffine(scale))]
         texts: list[str] = []
         for first in range(0, count, 20):
             batch = prompts[first : first + 20]
             texts += ft.generate(lm, tokenizer, batch, goal=goals, max_new_tokens=NEW, top_p=0.9)
         met = [MUST in text and not any(word in text for word in MUST_NOT) for text in texts]
-        target = None if strength is None else 1.0
+        target = None if scale is None else 1.0
         report.add(f"{name}: share that keeps to it", fmean(met), "", at_least=target)
         nats = mean_nll(lm, tokenizer, prompts, [[text] for text in texts], bos_token_id=0)
         perplexities = [exp(row[0]) for row in nats if row[0] is not None]
         report.add(f"{name}: perplexity", fmean(perplexities), "")
-        if strength is not None:
+        if scale is not None:
             position = fmean(text.index(MUST) / len(text) for text in texts)
             report.add(f"{name}: where it occurs (0 first, 1 last)", position, "")
 

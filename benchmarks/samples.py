@@ -22,8 +22,8 @@ from smollm2 import find_smollm2
 
 ROOT = Path(__file__).parent.parent
 GOALS = (
-    ("nontoxic", ["--goal", "nontoxic", "--strength", "10", "--shift", "-10"]),
-    ("political", ["--goal", "POLITICS", "--strength", "3"]),
+    ("nontoxic", ["--goal", "nontoxic", "--transform", "10,-10"]),
+    ("political", ["--goal", "POLITICS", "--transform", "3,0"]),
 )
 INTRODUCTION = """# Steered texts
 

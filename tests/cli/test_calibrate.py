@@ -36,7 +36,8 @@ def run(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_levels_are_written_into_the_file(options: list[str]) -> None:
     store = AttributeStore(options[4])
     before = store["odd"]
-    command = [FORETRACE, "calibrate", *options, "--attribute", "odd", "--budget", "strong=0.3"]
+    attribute = ["--attribute", "odd", "--budget", "strong=0.3"]
+    command = [str(FORETRACE), "calibrate", *options, *attribute]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     after = store["odd"]

@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from docs_folder import write_docs_folder
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
 from tiny_lm import WORDS
@@ -99,33 +100,42 @@ def test_levels_steer_more_and_more(
     assert prices[None] == prices["medium"]
 
 
-def test_several_goals_and_texts_are_one_goal(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of an LM with a byte-level tokenizer, and attributes `nontoxic` and `formal`."""
+    folder = write_docs_folder(tmp_path_factory.mktemp("docs"))
+    hmm, attributes = folder / "my-hmm", folder / "attributes"
+    return [str(folder / "my-lm"), "--hmm", str(hmm), "--attributes", str(attributes)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--strength", 2, "--strength", 3],
+        ["--transform", "5,-5", "--transform", "2,0", "--no-neutral-end"],
+    ],
+)
+def test_required_text_joins_several_goals(
+    spelled: list[str],
+    settings: list[object],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each goal has its probability, and the required texts have one."""
-    options = ["--goal", "odd", "--goal", 'low & mentions("w7")', "--must-contain", "w9", "--json"]
-    options += ["--strength", 2, "--strength", 1, "--prompt", "w1"]
-    code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
-    assert code == 0
+    """Each goal has its probability, and the required and forbidden texts have one."""
+    options = ["--goal", "nontoxic", "--goal", "formal", "--prompt", "hello", "--json"]
+    options += ["--must-contain", "ship", "--must-not-contain", "z"]
+    if settings[0] == "--strength":  # one product: several goals may require text
+        options[3] = 'formal & mentions("coast") & ~mentions("fool")'
+    options += ["--max-new-tokens", "12", "--horizon", "2"]
+    code, out, error = run(
+        "generate", *spelled, *options, *settings, capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert code == 0, error
+    assert not error
     row = json.loads(out)
-    assert {7, 9} <= set(numbers(row["text"]))
+    assert "ship" in row["text"]
     assert len(row["probability"]) == 3
     assert row["probability"][2] == 1.0
-
-
-def test_the_transform_of_the_paper(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ["--goal", "odd", "--goal", "low", "--must-contain", "w9", "--json", "--prompt", "w1"]
-    transforms = ["--transform", "5,-5", "--transform", "2,0", "--no-neutral-end"]
-    code, out, error = run(
-        "generate", *steered, *options, *transforms, capsys=capsys, monkeypatch=monkeypatch
-    )
-    assert code == 0
-    assert not error
-    words = numbers(json.loads(out)["text"])
-    assert all(number % 2 == 1 and number < 32 for number in words)
-    assert 9 in words
 
 
 def test_streamed_text_equals_the_result(steered: list[str]) -> None:

@@ -1,6 +1,5 @@
 """The command line: one module per command. Commands import heavy packages when they run."""
 
-import logging
 import sys
 
 import typer
@@ -62,20 +61,8 @@ def options(
     """Steer language models at decode time."""
 
 
-class _StderrHandler(logging.Handler):
-    """Prints the warnings of the library as one line each."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record to the current standard error."""
-        typer.secho(f"foretrace: {record.getMessage()}", fg=typer.colors.YELLOW, err=True)
-
-
-HANDLER = _StderrHandler(logging.WARNING)
-
-
 def main() -> None:
     """Run the command line; print errors of foretrace as one line, without a traceback."""
-    logging.getLogger("foretrace").addHandler(HANDLER)  # at most once
     try:
         app()
     except (ForetraceError, OSError) as error:

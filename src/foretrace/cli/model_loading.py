@@ -30,8 +30,10 @@ def load_lm(
     """Load a language model for generation, and its tokenizer."""
     from foretrace.cli.device import choose_device, choose_dtype
     from foretrace.cli.hub import skip_retries_if_unreachable
+    from foretrace.cli.log_warnings import print_warnings
     from foretrace.distill.sampling.source import load_tokenizer_and_model
 
+    print_warnings()
     transformers = _require_transformers()
     disable_transformers_progress()
     skip_retries_if_unreachable(source)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class TextGenerator:
             Generation(
                 decode_after(self.tokenizer, prompt_ids, token_ids),
                 tuple(float(by_goal[row]) for by_goal in probabilities),
-                fmean(by_row[row][: len(token_ids)]) if steered else None,
+                sum(by_row[row][: len(token_ids)]) / len(token_ids) if steered else None,
                 prompt_ids,
                 token_ids,
             )

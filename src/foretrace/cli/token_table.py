@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class TokenTable:
     @property
     def mean_price(self) -> float:
         """The mean price of steering over the positions, in nats per token."""
-        return fmean(choice.price for choice in self.choices)
+        return sum(choice.price for choice in self.choices) / len(self.choices)
 
     def on_scale(self, goal: int, eap: float) -> float:
         """Return an EAP as a number from 0 to 1; 0.5 is the mean of a relative one."""
