@@ -132,7 +132,9 @@ def _goal(kind: str, generator: random.Random) -> dict[str, Any] | None:
     if kind == "changing":
         names = [f"c{generator.randrange(CHANGING)}" for _ in range(2)]
     text = generator.choice(["{0}", "~{0}", "{0} & {1}", "{0} | {1}", "{0} & ~{1}"]).format(*names)
-    return {"goal": text, "strength": generator.uniform(0.5, 5), "shift": generator.uniform(-3, 0)}
+    if generator.random() < 0.5:
+        return {"goal": text, "level": generator.choice(["mild", "medium", "strong"])}
+    return {"goal": text, "transform": [generator.uniform(0.5, 5), generator.uniform(-3, 0)]}
 
 
 async def _change_attributes(folder: Path, end: float) -> None:

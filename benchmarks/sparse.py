@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute
 from foretrace._tabular import read_rows
-from foretrace.attribute import tokenize
+from foretrace.attribute import LogitAffine, tokenize
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
 from harness import Report, options
@@ -26,7 +26,7 @@ from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 PROMPTS, REMAINING = 200, 20
-TRANSFORMS = ((1.0, 0.0), (10.0, -10.0))  # strength and shift
+TRANSFORMS = ((1.0, 0.0), (10.0, -10.0))  # scale and shift
 TOLERANCES = (1e-4, 1e-3, 1e-2)
 
 
@@ -90,7 +90,7 @@ def _steered(
     prompts: list[list[int]],
     logits: Tensor,
 ) -> Tensor:
-    goal = Goal(Lookahead(hmm, attribute), *transform)
+    goal = Goal(Lookahead(hmm, attribute), transform=LogitAffine(*transform), neutral_end=False)
     steering = PrefixTracker(hmm)
     requests = [Request((goal,), tuple(ids), REMAINING + 1) for ids in prompts]
     steering.step(requests, [[] for _ in prompts])
@@ -104,7 +104,7 @@ def _total_variation(one: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def _label(transform: tuple[float, float]) -> str:
-    return "strength {:g}, shift {:g}".format(*transform)
+    return "scale {:g}, shift {:g}".format(*transform)
 
 
 if __name__ == "__main__":

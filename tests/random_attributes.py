@@ -1,5 +1,6 @@
 """Files of attributes with random weights, for tests of servers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +13,12 @@ def write_random(
 ) -> None:
     """Write an attribute with weights for a share of the tokens.
 
-    `known` is the fingerprint of the tokenizer.
+    `known` is the fingerprint of the tokenizer. The attribute is calibrated: a server does not have
+    to find the strengths of its levels.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(vocab_size, generator=generator)
     weights[torch.rand(vocab_size, generator=generator) > share] = 1.0
-    Attribute.from_weights(weights, tokenizer_fingerprint=known).save(
-        folder / f"{name}.safetensors"
-    )
+    attribute = Attribute.from_weights(weights, tokenizer_fingerprint=known)
+    config = replace(attribute.config, levels={"mild": 1.0, "medium": 2.0, "strong": 4.0})
+    replace(attribute, config=config).save(folder / f"{name}.safetensors")

@@ -13,7 +13,7 @@ def main(address: str, goal: str, prompt: str) -> None:
     """Print both continuations."""
     client = OpenAI(base_url=f"{address}/v1", api_key="none")
     model = client.models.list().data[0].id
-    for label, arguments in (("bare", {}), (goal, {"goal": goal, "strength": 3, "shift": -3})):
+    for label, arguments in (("bare", {}), (goal, {"goal": goal, "level": "strong"})):
         answer = client.completions.create(
             model=model,
             prompt=prompt,

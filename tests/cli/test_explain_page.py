@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretrace.cli.explain_page import eap_color
-from foretrace.cli.token_table import split_text
+from foretrace.cli.token_table import TokenTable, split_text
+from foretrace.engines.transformers.explain import Candidate, Choice
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -31,3 +33,14 @@ def test_colors_go_from_orange_over_white_to_blue() -> None:
     low, high = eap_color(0.0), eap_color(1.0)
     assert low[0] > low[2]
     assert high[2] > high[0]
+
+
+def test_relative_eaps_are_shown_around_one_half() -> None:
+    """The EAP of evidence is relative to its mean: 1 stands for a token that changes nothing."""
+    candidate = Candidate(1, 0.5, (0.8, 3.0), 0.5)
+    choices = [Choice(candidate, (candidate,), (0.7, 1.0), price) for price in (0.1, 0.3)]
+    table = TokenTable(["a", "b"], choices, str, frozenset({1}))
+    assert table.on_scale(0, 0.8) == 0.8
+    assert table.on_scale(1, 1.0) == 0.5
+    assert table.shade(0) == pytest.approx(0.8 * 0.75)
+    assert table.mean_price == pytest.approx(0.2)

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
+from docs_folder import write_docs_folder
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
 from tiny_lm import WORDS
@@ -40,6 +42,7 @@ def test_expressions_steer(
     steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--goal", "odd & ~low", "--prompt", "w1 w2", "--prompt", "", "--json", "--compare"]
+    options += ["--strength", "1"]
     code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
     first, second = map(json.loads, out.splitlines())
@@ -51,6 +54,8 @@ def test_expressions_steer(
         assert max(words) >= 32
         assert row["probability"][0] > 0.99
         assert row["bare"]["probability"][0] < 0.01
+        assert 0.1 < row["price"] < 10
+        assert "price" not in row["bare"]
 
 
 def test_batches_from_a_file_with_several_goals(
@@ -68,9 +73,69 @@ def test_batches_from_a_file_with_several_goals(
     assert [text.split()[0] for text in texts] == ["w1", "w2", "w5"]
     assert all(number % 2 == 1 and number < 32 for text in texts for number in numbers(text)[4:])
     side = ["--prompts", tmp_path / "prompts.txt", "--goal", "odd", "--compare"]
+    side += ["--strength", 1]
     code, out, _ = run("generate", *steered, *side, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
     assert out.count("attribute probability 1.000") >= 3
+    assert out.count("nats per token") == 3
+
+
+def test_levels_steer_more_and_more(
+    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without settings, the level is medium; the attribute is not calibrated, which is printed."""
+    options = ["--goal", "odd", "--json", "--max-new-tokens", 20, "--batch-size", 16]
+    options += [word for index in range(16) for word in ("--prompt", f"w{index}")]
+    prices = {}
+    for level in ("mild", "medium", "strong", None):
+        named = [] if level is None else ["--level", level]
+        code, out, error = run(
+            "generate", *steered, *options, *named, capsys=capsys, monkeypatch=monkeypatch
+        )
+        assert code == 0
+        assert error.count("\n") == 1
+        assert error.startswith("foretrace: 'odd' was not calibrated")
+        prices[level] = fmean(json.loads(line)["price"] for line in out.splitlines())
+    assert 0 < prices["mild"] < prices["medium"] < prices["strong"]
+    assert prices[None] == prices["medium"]
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of an LM with a byte-level tokenizer, and attributes `nontoxic` and `formal`."""
+    folder = write_docs_folder(tmp_path_factory.mktemp("docs"))
+    hmm, attributes = folder / "my-hmm", folder / "attributes"
+    return [str(folder / "my-lm"), "--hmm", str(hmm), "--attributes", str(attributes)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--strength", 2, "--strength", 3],
+        ["--transform", "5,-5", "--transform", "2,0", "--no-neutral-end"],
+    ],
+)
+def test_required_text_joins_several_goals(
+    spelled: list[str],
+    settings: list[object],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each goal has its probability, and the required and forbidden texts have one."""
+    options = ["--goal", "nontoxic", "--goal", "formal", "--prompt", "hello", "--json"]
+    options += ["--must-contain", "ship", "--must-not-contain", "z"]
+    if settings[0] == "--strength":  # one product: several goals may require text
+        options[3] = 'formal & mentions("coast") & ~mentions("fool")'
+    options += ["--max-new-tokens", "12", "--horizon", "2"]
+    code, out, error = run(
+        "generate", *spelled, *options, *settings, capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert code == 0, error
+    assert not error
+    row = json.loads(out)
+    assert "ship" in row["text"]
+    assert len(row["probability"]) == 3
+    assert row["probability"][2] == 1.0
 
 
 def test_streamed_text_equals_the_result(steered: list[str]) -> None:
@@ -106,12 +171,15 @@ def test_explain_a_given_and_a_generated_text(
     assert html.count('class="token"') == 3
     assert html.count("</script>") == 1  # a name cannot close the page's script
     assert not re.search(r"https?://", html)
+    assert "level medium; price 0." in html
+    assert len(re.search(r"prices = \[(.*?)\]", html)[1].split(",")) == 3  # type: ignore[index]
     code, out, _ = run(
         "explain", *steered, *options[:6], *text, capsys=capsys, monkeypatch=monkeypatch
     )
     assert code == 0
     assert "' w40'" in out
     assert out.count("> ") == 3
+    assert re.search(r"mean price: 0\.\d{4} nats per token", out)
     code, out, _ = run(
         "explain", *steered, *options[:2], "--prompt", "w1", capsys=capsys, monkeypatch=monkeypatch
     )
@@ -132,8 +200,17 @@ def test_explain_a_given_and_a_generated_text(
         ),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
         (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
-        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "scale above 0"),
-        (["--goal", "odd", "--prompt", "w1", "--shift", "inf"], 2, "finite shift"),
+        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "above 0, not -1"),
+        (["--goal", "~odd", "--prompt", "w1", "--strength", "2"], 1, "no strength other than 1"),
+        (["--goal", "odd", "--prompt", "w1", "--level", "huge"], 2, "'mild', 'medium', 'strong'"),
+        (["--goal", "odd", "--prompt", "w1", "--transform", "1,inf"], 2, "finite shift"),
+        (["--goal", "odd", "--prompt", "w1", "--transform", "1"], 2, "SCALE,SHIFT"),
+        (
+            ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--level", "mild"],
+            2,
+            "Pass --strength or --level, not both",
+        ),
+        (["--must-contain", "w9", "--prompt", "w1", "--strength", "1"], 2, "that of a --goal"),
         (
             ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],
             2,
@@ -165,4 +242,4 @@ def test_strength_is_checked_before_the_lm_is_loaded(
     arguments = ["no-such-lm", *steered[1:], "--goal", "odd", "--prompt", "w1", "--strength", "nan"]
     code, _, error = run("generate", *arguments, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 2
-    assert "scale above 0" in error
+    assert "above 0, not nan" in error

@@ -90,3 +90,12 @@ def test_shell_completion(shell: str) -> None:
     }
     done = subprocess.run([FORETRACE], capture_output=True, text=True, env=completion)
     assert "distill" in done.stdout
+
+
+def test_levels_are_those_of_the_library() -> None:
+    from foretrace.cli.goal_options import Level
+    from foretrace.cli.playground.page import LEVELS
+    from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
+
+    assert list(Level) == LEVELS == list(BUDGETS)
+    assert DEFAULT_LEVEL == Level.MEDIUM

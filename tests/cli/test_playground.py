@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from foretrace.attribute import LogitAffine
+from foretrace.cli.goal_options import GoalSettings
 from foretrace.cli.playground.backend import PlaygroundResult
 from foretrace.cli.playground.comparison import text_section
+from foretrace.cli.playground.local_backend import _settings
+from foretrace.cli.playground.page import _parse_request
+from foretrace.cli.playground.server_backend import _steering_params
 from foretrace.cli.token_table import TokenTable
 from foretrace.engines.transformers.explain import Candidate, Choice
+from foretrace.errors import InvalidInputError
 from server import serving
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -67,13 +73,17 @@ def test_unsteered_and_steered_side_by_side(
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(playground)
     page.get_by_role("button", name="More").click()
+    page.get_by_label("Strength").fill("1")
     submit(page, "odd & ~low")
     page.wait_for_selector(".steered.explained")
     bare, steered = (page.locator(f".{name} .token") for name in ("bare", "steered"))
     assert steered.count() > 1
     assert all(number % 2 == 1 for number in numbers(steered))
     assert not all(number % 2 == 1 for number in numbers(bare))
-    assert "attribute probability 1.000" in page.locator(".steered h3").inner_text()
+    heading = page.locator(".steered h3").inner_text()
+    assert "attribute probability 1.000" in heading
+    assert "nats per token" in heading
+    assert "nats per token" not in page.locator(".bare h3").inner_text()
     assert page.evaluate(OVERLAPPING) == []
     candidates = steered.first.locator(".candidates")
     assert not candidates.is_visible()
@@ -91,7 +101,53 @@ def test_errors_are_shown_on_the_page(playground: str, browser: Any) -> None:
     page.goto(playground)
     submit(page, "odd & lo")
     page.get_by_text("Did you mean low?").wait_for()
+    page.get_by_role("button", name="More").click()
+    page.get_by_label("Transform").fill("1;2")
+    submit(page, "odd")
+    page.get_by_text("A transform is two numbers").wait_for()
     page.close()
+
+
+def test_levels_are_chosen_on_the_page(playground: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(playground)
+    page.get_by_label("strong").check()
+    submit(page, "odd")
+    page.wait_for_selector(".steered.explained")
+    assert "nats per token" in page.locator(".steered h3").inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("strong", "", ""), {"level": "strong"}),
+        (("medium", "2.5", ""), {"strength": 2.5}),
+        (("medium", "", "10,-3"), {"transform": [10.0, -3.0]}),
+    ],
+)
+def test_the_server_gets_level_strength_or_transform(
+    values: tuple[str, str, str], expected: dict[str, object]
+) -> None:
+    request = _parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
+    assert _steering_params(request) == {"goal": "odd", **expected, "neutral_end": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(("medium", "2", "1,0"), "not both"), (("medium", "-1", ""), "above 0")],
+)
+def test_wrong_values_of_the_form(values: tuple[str, str, str], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected):
+        _parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
+
+
+def test_the_local_backend_takes_the_settings_of_the_form() -> None:
+    request = _parse_request("w1", "odd", "medium", "", "10,-3", 64, False, 40, 1.0, 0)
+    assert _settings(request).transforms == [LogitAffine(10.0, -3.0)]
+    assert not _settings(request).neutral_end
+    request = _parse_request("w1", "odd", "mild", "", "", 64, True, 40, 1.0, 0)
+    assert _settings(request) == GoalSettings([None], "mild")
 
 
 def submit(page: Any, goal: str) -> None:

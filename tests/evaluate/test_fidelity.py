@@ -97,7 +97,7 @@ def test_fidelity_command(
     (tmp_path / "prompts.txt").write_text("w1 w2\nw3\nw5 w4\n")
     command = ["foretrace", "fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd"]
     command += ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
-    command += ["--rollouts", 8, "--out", tmp_path / "out", "--strength", 2, "--probe"]
+    command += ["--rollouts", 8, "--out", tmp_path / "out", "--transform", "2,0", "--probe"]
     monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
     with pytest.raises(SystemExit) as stopped:
         cli.main()

@@ -1,11 +1,13 @@
 """The command line: one module per command. Commands import heavy packages when they run."""
 
+import logging
 import sys
 
 import typer
 
 from foretrace.cli import (
     attribute,
+    calibrate,
     distill,
     doctor,
     em,
@@ -30,6 +32,7 @@ app = typer.Typer(
 app.command(epilog=distill.EPILOG)(distill.distill)
 app.command(epilog=em.EPILOG)(em.em)
 app.command(epilog=fit.EPILOG)(fit.fit)
+app.command(epilog=calibrate.EPILOG)(calibrate.calibrate)
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
@@ -59,8 +62,20 @@ def options(
     """Steer language models at decode time."""
 
 
+class _StderrHandler(logging.Handler):
+    """Prints the warnings of the library as one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record to the current standard error."""
+        typer.secho(f"foretrace: {record.getMessage()}", fg=typer.colors.YELLOW, err=True)
+
+
+HANDLER = _StderrHandler(logging.WARNING)
+
+
 def main() -> None:
     """Run the command line; print errors of foretrace as one line, without a traceback."""
+    logging.getLogger("foretrace").addHandler(HANDLER)  # at most once
     try:
         app()
     except (ForetraceError, OSError) as error:

@@ -28,8 +28,9 @@ def explain(
         str | None, typer.Option(help="Explain this continuation. Default: generate one.")
     ] = None,
     attributes: goal_options.Attributes = Path(),
-    strength: goal_options.Strengths = [1.0],  # noqa: B006  typer copies it
-    shift: goal_options.Shifts = [0.0],  # noqa: B006
+    level: goal_options.Levels = None,
+    strength: goal_options.Strengths = None,
+    transform: goal_options.Transforms = None,
     candidates: Annotated[
         int, typer.Option(min=1, help="Number of candidate tokens per position.")
     ] = 5,
@@ -38,24 +39,24 @@ def explain(
     ] = None,
     max_new_tokens: goal_options.MaxNewTokens = 40,
     horizon: goal_options.Horizon = 64,
-    neutral_end: goal_options.NeutralEnd = False,
+    neutral_end: goal_options.NeutralEnd = True,
     temperature: goal_options.Temperature = 1.0,
     top_p: goal_options.TopP = 1.0,
     seed: goal_options.Seed = 0,
     device: goal_options.Device = "auto",
     dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Show the LM's probability, the EAP and the steered probability of each token."""
+    """Show the LM's probability, the EAP, the steered probability and the price of each token."""
     from foretrace.cli.explain_page import PageHeader, write_page
     from foretrace.cli.text_generator import TextGenerator
     from foretrace.cli.token_table import explain_tokens
     from foretrace.engines.transformers import encode_prompts
 
-    transforms = goal_options.build_transforms(strength, shift, len(goal))
+    settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal))
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     goals = goal_options.load_goals(
-        loaded_hmm, tokenizer, attributes, goal, transforms, horizon, neutral_end
+        loaded_hmm, tokenizer, attributes, goal, settings, horizon, merged=False
     )
     if text is None:
         sampling = goal_options.sampling_options(temperature, top_p)
@@ -65,14 +66,14 @@ def explain(
         (generation,) = generator.generate([prompt], seed)
         prompt_ids, token_ids = generation.prompt_ids, generation.token_ids
     else:
-        (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals)
+        (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals.goals)
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
     table = explain_tokens(
         lm,
         tokenizer,
         prompt_ids,
         token_ids,
-        goals,
+        goals.goals,
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
@@ -81,27 +82,33 @@ def explain(
     else:
         typer.secho(prompt, bold=True, nl=False)
         typer.echo("".join(table.pieces))
-        write_page(html, table, PageHeader(prompt, goal, strength, shift))
+        write_page(html, table, PageHeader(prompt, goal, settings.description))
         typer.echo(f"written to {html}")
 
 
 def _print(table: "TokenTable", goals: Sequence[str]) -> None:
-    """Print the candidates of each position; the chosen token is marked with `>`."""
+    """Print the candidates of each position, and the price of steering there.
+
+    The chosen token is marked with `>`.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text  # keeps tokens and goals from being parsed as markup
 
     grid = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered"):
+    for name in ("", "token", "LM", *(f"EAP {goal}" for goal in goals), "steered", "price"):
         grid.add_column(Text(name), justify="left" if name in ("", "token") else "right")
     for choice in table.choices:
         for candidate in choice.candidates:
             chosen = candidate is choice.written
             token_text = repr(table.token_text(candidate.token))
             cells = [">" if chosen else "", token_text, *_probabilities(candidate)]
+            cells.append(f"{choice.price:.4f}" if chosen else "")
             grid.add_row(*map(Text, cells), style="bold" if chosen else "dim")
         grid.add_row()
-    Console().print(grid)
+    console = Console()
+    console.print(grid)
+    console.print(f"mean price: {table.mean_price:.4f} nats per token")
 
 
 def _probabilities(candidate: "Candidate") -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from math import prod
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -27,16 +26,7 @@ class PageHeader:
 
     prompt: str
     goals: Sequence[str]
-    strengths: Sequence[float]
-    shifts: Sequence[float]
-
-    @property
-    def settings(self) -> str:
-        """Strengths and shifts as text."""
-        return "; ".join(
-            f"{name} {', '.join(f'{value:g}' for value in values)}"
-            for name, values in (("strength", self.strengths), ("shift", self.shifts))
-        )
+    settings: str
 
 
 def write_page(path: Path, table: "TokenTable", header: PageHeader) -> None:
@@ -46,13 +36,14 @@ def write_page(path: Path, table: "TokenTable", header: PageHeader) -> None:
     template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
     page = Template(template).substitute(
         goals=escape(", ".join(goals)),
-        settings=escape(header.settings),
+        settings=escape(f"{header.settings}; price {table.mean_price:.4f} nats per token"),
         prompt=escape(header.prompt),
-        text="".join(map(_token_html, range(len(pieces)), pieces, choices)),
-        chart=_chart(choices, goals),
+        text="".join(_token_html(table, position) for position in range(len(pieces))),
+        chart=_chart(table, goals),
         legend=_legend(goals),
         headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in goals),
         positions=json.dumps(positions, ensure_ascii=False).replace("<", "\\u003c"),
+        prices=json.dumps([round(choice.price, 6) for choice in choices]),
     )
     with atomic_write(path) as scratch:
         scratch.write_text(page, "utf-8")
@@ -70,11 +61,11 @@ def _candidate_rows(choice: "Choice", token_text: Callable[[int], str]) -> list[
     ]
 
 
-def _token_html(position: int, piece: str, choice: "Choice") -> str:
-    red, green, blue = eap_color(prod(choice.written.eap))
+def _token_html(table: "TokenTable", position: int) -> str:
+    red, green, blue = eap_color(table.shade(position))
     return (
         f'<span class="token" tabindex="0" data-position="{position}" '
-        f'style="background:rgb({red},{green},{blue})">{escape(piece)}</span>'
+        f'style="background:rgb({red},{green},{blue})">{escape(table.pieces[position])}</span>'
     )
 
 
@@ -87,8 +78,9 @@ def eap_color(probability: float) -> tuple[int, ...]:
     )
 
 
-def _chart(choices: "Sequence[Choice]", goals: Sequence[str]) -> str:
+def _chart(table: "TokenTable", goals: Sequence[str]) -> str:
     """Draw each goal's EAP after every token (solid) and before it (dashed)."""
+    choices = table.choices
     step = CHART_WIDTH / max(1, len(choices) - 1)
 
     def line(values: Sequence[float], style: str) -> str:
@@ -102,8 +94,8 @@ def _chart(choices: "Sequence[Choice]", goals: Sequence[str]) -> str:
     shapes = []
     for goal in range(len(goals)):
         stroke = f'stroke="{LINE_COLORS[goal % len(LINE_COLORS)]}"'
-        before = [choice.expected[goal] for choice in choices]
-        after = [choice.written.eap[goal] for choice in choices]
+        before = [table.on_scale(goal, choice.expected[goal]) for choice in choices]
+        after = [table.on_scale(goal, choice.written.eap[goal]) for choice in choices]
         shapes += [line(before, f'{stroke} class="before"'), line(after, stroke)]
     shapes += [
         f'<line class="position" data-position="{position}" x1="{position * step:.1f}" '

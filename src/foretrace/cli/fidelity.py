@@ -30,8 +30,9 @@ def fidelity(
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 100,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per prompt.")] = 64,
     attributes: goal_options.Attributes = Path(),
-    strength: Annotated[float, typer.Option(help="Scale of the transform in the plot.")] = 1.0,
-    shift: Annotated[float, typer.Option(help="Shift of the transform in the plot.")] = 0.0,
+    transform: Annotated[
+        str, typer.Option(metavar="SCALE,SHIFT", help="The paper's transform, in the plot.")
+    ] = "1,0",
     probe: Annotated[
         bool, typer.Option("--probe", help="Also fit a linear probe on the LM's hidden states.")
     ] = False,
@@ -46,18 +47,17 @@ def fidelity(
     from foretrace.evaluate.generations import encode_with_bos
     from foretrace.evaluate.plots import draw_fidelity
 
-    (transform,) = goal_options.build_transforms([strength], [shift], 1)
+    plotted = goal_options.parse_transform(transform)
+    settings = goal_options.GoalSettings([1.0])
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
-    (loaded_goal,) = goal_options.load_goals(
-        loaded_hmm, tokenizer, attributes, [goal], [transform], 64, False
-    )
+    loaded = goal_options.load_goals(loaded_hmm, tokenizer, attributes, [goal], settings, 64)
     eos_token_ids = loaded_hmm.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
     with ProgressBars(resumes=False) as bars:
         result = measure_fidelity(
             lm,
-            loaded_goal.lookahead,
+            loaded.goals[0].lookahead,
             encode_with_bos(tokenizer, texts, eos_token_ids[0] if eos_token_ids else None),
             ends=stop_tokens(lm.generation_config, eos_token_ids),
             rollouts=rollouts,
@@ -67,7 +67,7 @@ def fidelity(
         )
     summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **result.summary()}
     _io.write_json(out / "fidelity.json", summary)
-    draw_fidelity(result, transform, out / "fidelity.png", goal)
+    draw_fidelity(result, plotted, out / "fidelity.png", goal)
     _print(summary)
     typer.echo(f"written to {out}: fidelity.json, fidelity.png")
 

@@ -37,8 +37,9 @@ def generate(
         str | None, typer.Option(help="The column of --prompts. Default: `prompt`, else `text`.")
     ] = None,
     attributes: goal_options.Attributes = Path(),
-    strength: goal_options.Strengths = [1.0],  # noqa: B006  typer copies it
-    shift: goal_options.Shifts = [0.0],  # noqa: B006
+    level: goal_options.Levels = None,
+    strength: goal_options.Strengths = None,
+    transform: goal_options.Transforms = None,
     compare: Annotated[
         bool, typer.Option(help="Print unsteered and steered texts side by side.")
     ] = False,
@@ -47,7 +48,7 @@ def generate(
     ] = False,
     max_new_tokens: goal_options.MaxNewTokens = 40,
     horizon: goal_options.Horizon = 64,
-    neutral_end: goal_options.NeutralEnd = False,
+    neutral_end: goal_options.NeutralEnd = True,
     temperature: goal_options.Temperature = 1.0,
     top_p: goal_options.TopP = 1.0,
     batch_size: Annotated[
@@ -65,7 +66,7 @@ def generate(
         raise typer.BadParameter("Pass --goal, --must-contain or --must-not-contain.")
     if not texts:
         raise typer.BadParameter("Pass a prompt: --prompt TEXT, or --prompts FILE.")
-    transforms = goal_options.build_transforms(strength, shift, len(goal or []))
+    settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     goals = goal_options.load_goals(
@@ -73,9 +74,8 @@ def generate(
         tokenizer,
         attributes,
         goal or [],
-        transforms,
+        settings,
         horizon,
-        neutral_end,
         must_contain,
         must_not_contain,
     )
@@ -118,18 +118,18 @@ def _print_side_by_side(
             prompts,
             seed,
             steered=False,
-            on_text=lambda text: live.update(_table(prompts, [Generation(text, ())], [])),
+            on_text=lambda text: live.update(_table(prompts, [Generation(text)], [])),
         )
         steered = generator.generate(
             prompts,
             seed,
-            on_text=lambda text: live.update(_table(prompts, unsteered, [Generation(text, ())])),
+            on_text=lambda text: live.update(_table(prompts, unsteered, [Generation(text)])),
         )
         live.update(_table(prompts, unsteered, steered))
     if not live.console.is_terminal:
         typer.echo()  # outside a terminal, Live does not end the last line
     if [row.text for row in unsteered] == [row.text for row in steered]:
-        typer.echo("The goal changed nothing here. Try a larger --strength, or another --seed.")
+        typer.echo("The goal changed nothing here. Try --level strong, or another --seed.")
 
 
 def _table(
@@ -144,7 +144,7 @@ def _table(
     for column in table.columns:
         column.ratio = 1
     for prompt, *generations in zip_longest(prompts, unsteered, steered):
-        cells = (_cell(prompt, generation or Generation("", ())) for generation in generations)
+        cells = (_cell(prompt, generation or Generation("")) for generation in generations)
         table.add_row(*cells)
     return table
 
@@ -156,6 +156,8 @@ def _cell(prompt: str, generation: Generation) -> "Text":
     if generation.probability:
         values = ", ".join(f"{value:.3f}" for value in generation.probability)
         cell.append(f"\nattribute probability {values}", "cyan")
+    if generation.price is not None:
+        cell.append(f"\nprice {generation.price:.3f} nats per token", "cyan")
     return cell
 
 
@@ -171,4 +173,5 @@ def _print_json(generator: TextGenerator, prompts: Sequence[str], seed: int, com
 
 
 def _json_fields(generation: Generation) -> dict[str, Any]:
-    return {"text": generation.text, "probability": generation.probability}
+    fields = {"text": generation.text, "probability": generation.probability}
+    return fields if generation.price is None else {**fields, "price": generation.price}

@@ -1,8 +1,11 @@
 """Options of commands that steer, and functions to load the HMM and the goals that they name."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -10,17 +13,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from foretrace.attribute import LogitAffine
+    from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
+    from foretrace.attribute.expression import Mention
     from foretrace.hmm import HMM
     from foretrace.steering import Goal
 
+T = TypeVar("T")
 MIN_CONSTRAINT_HORIZON = 64  # tokens
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
 HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
 GOAL = typer.Option(
     "--goal",
-    help="Attributes joined by & | ~, such as 'nontoxic & ~formal'; repeatable: the factors of "
-    "several goals are multiplied.",
+    help="Attributes joined by & | ~, such as 'nontoxic & ~formal'; repeatable: a text is steered "
+    "toward all goals.",
 )
 Expressions = Annotated[list[str], GOAL]
 MustContain = Annotated[
@@ -34,28 +39,49 @@ MustNotContain = Annotated[
     ),
 ]
 
-
 Attributes = Annotated[Path, typer.Option(help="The folder of attribute files.")]
+
+
+class Level(StrEnum):
+    """A level of steering: a strength for a price."""
+
+    MILD = "mild"
+    MEDIUM = "medium"
+    STRONG = "strong"
+
+
+Levels = Annotated[
+    Level | None,
+    typer.Option(
+        "--level",
+        help="How strongly to steer. `foretrace calibrate` finds the strengths of an attribute's "
+        "levels.",
+        show_default="medium",
+    ),
+]
 Strengths = Annotated[
-    list[float],
+    list[float] | None,
     typer.Option(
         "--strength",
-        help="Scale of a goal's logit; above 1 steers more strongly. One value for all goals, or "
+        help="The exponent of a goal's attributes, instead of a level. One value for all goals, or "
         "one per goal.",
     ),
 ]
-Shifts = Annotated[
-    list[float],
+Transforms = Annotated[
+    list[str] | None,
     typer.Option(
-        "--shift", help="Added to a goal's scaled logit. One value for all goals, or one per goal."
+        "--transform",
+        metavar="SCALE,SHIFT",
+        help="The paper's transform of a goal's probability, instead of a strength. One for all "
+        "goals, or one per goal.",
     ),
 ]
 Horizon = Annotated[int, typer.Option(min=0, help="Maximum number of tokens to look ahead.")]
 NeutralEnd = Annotated[
     bool,
     typer.Option(
-        help="Keep the LM's probability of the end-of-text token, so that texts do "
-        "not end early to meet a goal."
+        help="Keep the LM's probability of the end-of-text token, so that texts do not end early "
+        "to meet a goal."
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
@@ -81,23 +107,84 @@ def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.d
     return HMM.from_pretrained(source, tokenizer_fingerprint=expected).to(device)
 
 
-def build_transforms(
-    strengths: list[float], shifts: list[float], goals: int
-) -> "list[LogitAffine]":
-    """Return the transform of each goal. Commands call this before they load the LM."""
+@dataclass(frozen=True)
+class GoalSettings:
+    """How strongly to steer toward each goal: by strengths, by a level, or by transforms."""
+
+    strengths: Sequence[float | None]
+    """One per goal; None for the strength of the level."""
+    level: str = Level.MEDIUM
+    transforms: "Sequence[LogitAffine] | None" = None
+    """One per goal, instead of strengths and level."""
+    neutral_end: bool = True
+
+    @property
+    def description(self) -> str:
+        """The settings as text."""
+        if self.transforms is not None:
+            values = ", ".join(f"{one.scale:g},{one.shift:g}" for one in self.transforms)
+            return f"transform {values}"
+        strengths = [value for value in self.strengths if value is not None]
+        if strengths:
+            return f"strength {', '.join(f'{value:g}' for value in strengths)}"
+        return f"level {self.level}"
+
+
+def check_settings(
+    strengths: list[float] | None,
+    level: Level | None,
+    transforms: list[str] | None,
+    neutral_end: bool,
+    goals: int,
+) -> GoalSettings:
+    """Check the options of `goals` goals. Commands call this before they load the LM."""
+    from foretrace.errors import InvalidInputError
+
+    named = {"--strength": strengths, "--level": level, "--transform": transforms}
+    given = [option for option, value in named.items() if value]
+    if len(given) > 1:
+        raise typer.BadParameter(f"Pass {' or '.join(given)}, not both.")
+    if transforms:
+        count = goals or 1  # required and forbidden texts alone are one goal
+        try:
+            parsed = [parse_transform(text) for text in transforms]
+        except InvalidInputError as error:
+            raise typer.BadParameter(str(error)) from error
+        parsed = _one_per_goal(parsed, count, given[0])
+        return GoalSettings([None] * count, transforms=parsed, neutral_end=neutral_end)
+    if not strengths:
+        return GoalSettings([None] * goals, level or Level.MEDIUM, neutral_end=neutral_end)
+    if not goals:
+        raise typer.BadParameter("--strength is that of a --goal, which is missing.")
+    if wrong := [value for value in strengths if not 0 < value < float("inf")]:
+        raise typer.BadParameter(
+            f"--strength must be a finite number above 0, not {wrong[0]:g}. To steer away from an "
+            f"attribute, negate it: --goal '~name'."
+        )
+    return GoalSettings(_one_per_goal(strengths, goals, given[0]), neutral_end=neutral_end)
+
+
+def parse_transform(text: str) -> "LogitAffine":
+    """Parse SCALE,SHIFT."""
     from foretrace.attribute import LogitAffine
     from foretrace.errors import InvalidInputError
 
-    count = goals or 1  # constraints alone are one goal
-    scales = _one_per_goal(strengths, count, "--strength")
-    shifts = _one_per_goal(shifts, count, "--shift")
     try:
-        return [LogitAffine(scale, shift) for scale, shift in zip(scales, shifts, strict=True)]
-    except InvalidInputError as error:
-        raise typer.BadParameter(
-            f"--strength (the scale) and --shift: {error} To steer away from an attribute, negate "
-            f"it: --goal '~name'."
-        ) from error
+        scale, shift = map(float, text.split(","))
+    except ValueError:
+        raise InvalidInputError(
+            f"A transform is two numbers, SCALE,SHIFT, such as 10,-10, not '{text[:40]}'."
+        ) from None
+    return LogitAffine(scale, shift)
+
+
+@dataclass(frozen=True)
+class LoadedGoals:
+    """The goals to steer toward, and the attributes to judge texts by."""
+
+    goals: "list[Goal]"
+    attributes: "list[Attribute]"
+    """The attribute of each expression, and that of the required and forbidden texts."""
 
 
 def load_goals(
@@ -105,58 +192,85 @@ def load_goals(
     tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     expressions: list[str],
-    transforms: "list[LogitAffine]",
+    settings: GoalSettings,
     horizon: int,
-    neutral_end: bool,
     must_contain: list[str] | None = None,
     must_not_contain: list[str] | None = None,
-) -> "list[Goal]":
-    """Build one goal per expression, and one for the constraints if there are any.
+    *,
+    merged: bool = True,
+) -> LoadedGoals:
+    """Build one goal for all expressions and constraints, or one for each of them.
 
-    The constraints are not transformed, unless there are no expressions.
+    There is one for each if `merged` is false, and for transforms. The constraints are not
+    transformed, unless there are no expressions.
     """
-    from foretrace.attribute import AttributeStore, Expression, LogitAffine, parse
+    from foretrace.attribute import AttributeStore, LogitAffine, parse
     from foretrace.engines.token_bytes import TokenBytes
     from foretrace.engines.vllm.params import constraint
-    from foretrace.errors import InvalidInputError
     from foretrace.lookahead import Lookahead
     from foretrace.steering import Goal
+    from foretrace.steering.conjunction import WeightedExpression, conjunction
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     token_bytes = cache(TokenBytes.of)  # built at most once, and only if an expression needs it
 
-    def build(expression: Expression, horizon: int) -> Lookahead:
-        attribute = expression.build(
-            store, lambda mention: token_bytes(tokenizer).mentions(mention.texts)
-        )
-        return Lookahead(hmm, attribute, horizon)
+    @cache
+    def mention(operand: "Mention") -> "Attribute":
+        return token_bytes(tokenizer).mentions(operand.texts)
 
     parsed = [parse(text) for text in expressions]
-    if any(expression.names for expression in parsed) and not any(True for _ in store):
-        raise InvalidInputError(
-            f"There are no attributes in {folder.resolve()}. Say where they are, with --attributes."
-        )
-    lookaheads = [build(expression, horizon) for expression in parsed]
+    _require_attributes(store, parsed)
+    strengths = list(settings.strengths)
     if must_contain or must_not_contain:
+        parsed.append(constraint(must_contain or [], must_not_contain or []))
+        strengths.append(None)
         # With a short horizon, steering would push a required text to occur too early.
-        lookaheads.append(
-            build(
-                constraint(must_contain or [], must_not_contain or []),
-                max(horizon, MIN_CONSTRAINT_HORIZON),
+        horizon = max(horizon, MIN_CONSTRAINT_HORIZON)
+    attributes = [expression.build(store, mention) for expression in parsed]
+    if settings.transforms is not None:
+        transforms = [*settings.transforms, LogitAffine()][: len(attributes)]
+        goals = [
+            Goal(
+                Lookahead(hmm, attribute, horizon),
+                1.0,
+                transform=transform,
+                neutral_end=settings.neutral_end,
             )
-        )
-        transforms = [*transforms, LogitAffine()]
-    return [
-        Goal(lookahead, transform.scale, transform.shift, neutral_end)
-        for lookahead, transform in zip(lookaheads, transforms, strict=False)
+            for attribute, transform in zip(attributes, transforms, strict=True)
+        ]
+        return LoadedGoals(goals, attributes)
+    weighted = [
+        WeightedExpression(expression, strength, settings.level)
+        for expression, strength in zip(parsed, strengths, strict=True)
     ]
+    groups = [weighted] if merged else [[one] for one in weighted]
+    goals = [
+        Goal(
+            Lookahead(hmm, conjunction(group, store, mention, hmm), horizon),
+            1.0,
+            neutral_end=settings.neutral_end,
+        )
+        for group in groups
+    ]
+    return LoadedGoals(goals, attributes)
 
 
-def _one_per_goal(values: list[float], count: int, option: str) -> list[float]:
+def _require_attributes(store: "AttributeStore", expressions: "Sequence[Expression]") -> None:
+    """Raise if expressions name attributes, and the folder has none."""
+    from foretrace.errors import InvalidInputError
+
+    if any(expression.names for expression in expressions) and not any(True for _ in store):
+        raise InvalidInputError(
+            f"There are no attributes in {store.folder.resolve()}. Say where they are, with "
+            f"--attributes."
+        )
+
+
+def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:
     """Return one value per goal; repeat a single value."""
     if len(values) not in (1, count):
         raise typer.BadParameter(f"{option} is given {len(values)} times, for {count} goals.")
-    return values if len(values) == count else values * count
+    return list(values) if len(values) == count else list(values) * count
 
 
 def sampling_options(temperature: float, top_p: float) -> dict[str, object]:

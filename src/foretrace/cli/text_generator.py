@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.steering import Goal
+    from foretrace.cli.goal_options import LoadedGoals
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A generated text, and the probability of each goal's attribute in it."""
+    """A generated text, and what it cost to steer it."""
 
     text: str
-    probability: tuple[float, ...]
+    probability: tuple[float, ...] = ()
+    """The probability of the attribute of each goal."""
+    price: float | None = None
+    """The mean price of steering, in nats per token; None for an unsteered text."""
     prompt_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
 
@@ -27,7 +31,7 @@ class TextGenerator:
 
     lm: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    goals: "list[Goal]"
+    goals: "LoadedGoals"
     options: dict[str, Any]
     """Keyword arguments of `model.generate`."""
 
@@ -46,34 +50,45 @@ class TextGenerator:
         import torch
 
         from foretrace.engines.transformers import (
+            SteeringProcessor,
             decode_after,
             encode_prompts,
             generate_tokens,
             stop_tokens,
         )
+        from foretrace.engines.transformers.padding import pad_left
 
         torch.manual_seed(seed)
-        encoded = encode_prompts(self.tokenizer, prompts, self.goals)
-        eos_token_ids = stop_tokens(
-            self.lm.generation_config, self.goals[0].lookahead.hmm.config.eos_token_ids
-        )
+        goals = self.goals.goals
+        encoded = encode_prompts(self.tokenizer, prompts, goals)
+        ends = stop_tokens(self.lm.generation_config, goals[0].lookahead.hmm.config.eos_token_ids)
         streamer = _TextStreamer(self.tokenizer, on_text) if on_text and len(prompts) == 1 else None
+        prices: list[Tensor] = []
+        processor = SteeringProcessor(
+            goals if steered else [],
+            prompt_mask=pad_left(encoded, 0)[1],
+            max_new_tokens=self.options["max_new_tokens"],
+            ends=ends,
+            observe=prices.append,
+        )
         rows = generate_tokens(
             self.lm,
             self.tokenizer,
             encoded,
-            goal=self.goals if steered else None,
-            eos_token_id=eos_token_ids,
+            eos_token_id=ends,
             streamer=streamer,
+            logits_processor=[processor],
             **self.options,
         )
-        without_end = [[token for token in row if token not in eos_token_ids] for row in rows]
+        without_end = [[token for token in row if token not in ends] for row in rows]
         # (goals, prompts)
-        probabilities = [goal.lookahead.attribute.probability(without_end) for goal in self.goals]
+        probabilities = [one.probability(without_end) for one in self.goals.attributes]
+        by_row = torch.stack(prices, 1).tolist() if prices else [[]] * len(rows)
         return [
             Generation(
                 decode_after(self.tokenizer, prompt_ids, token_ids),
-                tuple(float(by_row[row]) for by_row in probabilities),
+                tuple(float(by_goal[row]) for by_goal in probabilities),
+                fmean(by_row[row][: len(token_ids)]) if steered else None,
                 prompt_ids,
                 token_ids,
             )

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,22 @@ class TokenTable:
     """The candidates at each position, with their probabilities."""
     token_text: Callable[[int], str]
     """Returns the text that a candidate token would add."""
+    relative: frozenset[int] = frozenset()
+    """The goals with evidence, whose EAP is relative to its mean over the LM's next tokens."""
+
+    @property
+    def mean_price(self) -> float:
+        """The mean price of steering over the positions, in nats per token."""
+        return fmean(choice.price for choice in self.choices)
+
+    def on_scale(self, goal: int, eap: float) -> float:
+        """Return an EAP as a number from 0 to 1; 0.5 is the mean of a relative one."""
+        return eap / (1 + eap) if goal in self.relative else eap
+
+    def shade(self, position: int) -> float:
+        """Return how well the token at a position meets the goals, from 0 to 1."""
+        eaps = self.choices[position].written.eap
+        return prod(self.on_scale(goal, eap) for goal, eap in enumerate(eaps))
 
 
 def explain_tokens(
@@ -53,7 +71,8 @@ def explain_tokens(
         candidates=candidates,
     )
     pieces = split_text(lambda prefix: decode_after(tokenizer, prompt_ids, prefix), token_ids)
-    return TokenTable(pieces, choices, token_text)
+    relative = (index for index, goal in enumerate(goals) if goal.lookahead.attribute.evidence)
+    return TokenTable(pieces, choices, token_text, frozenset(relative))
 
 
 def split_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:

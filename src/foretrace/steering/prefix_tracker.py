@@ -33,8 +33,8 @@ class PrefixTracker:
     def __init__(
         self,
         hmm: HMM,
-        observe: Callable[[Tensor], None] | None = None,
         *,
+        observe: Callable[[Tensor], None] | None = None,
         absolute: bool = False,
     ) -> None:
         """Create a tracker without rows.

@@ -12,12 +12,14 @@ import torch
 pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from foretrace.attribute import Attribute
+from foretrace.engines.transformers import SteeringProcessor as TransformersProcessor
 from foretrace.engines.vllm import SteeringProcessor, prometheus
 from foretrace.engines.vllm.core import STOPS, validate_params
 from foretrace.engines.vllm.processor_v1 import SteeringProcessorV1
 from foretrace.engines.vllm.processor_v2 import SteeringProcessorV2
 from foretrace.engines.vllm.settings import Settings, open_table_cache
 from foretrace.errors import InvalidInputError
+from foretrace.lookahead.price import prices
 from random_attributes import write_random
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
@@ -131,6 +133,53 @@ def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
     assert processor.slots[0].state is None
     processor.slots[1].request = processor.slots[1].state = None  # as if it had waited
     assert torch.equal(_step(processor, [1], 4), steered)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"goal": "kind", "strength": 4},
+        {"goal": "kind & a0"},
+        {"goal": ["~kind", "a0"], "strength": [2, 5], "neutral_end": 0},
+        {"goal": "a0", "transform": [3, -1]},
+    ],
+)
+def test_both_runners_steer_as_transformers_does(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    rewards = torch.randn(len(WORDS), generator=torch.Generator().manual_seed(0))
+    Attribute.from_rewards(rewards).save(tmp_path / "attributes" / "kind.safetensors")
+    params, prompt, generated = _params(**arguments), [5, 6, 7], [8, 9, 8, 3]
+    validate_params(params)
+    first: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
+    output: list[int] = []
+    first.slots[0] = first._add(params, prompt, output)
+    states = FakeRequestStates()
+    states.all_token_ids.gpu[0, :7] = torch.tensor(prompt + generated)
+    second: Any = SteeringProcessor(FakeConfig(2), states)
+    second.add_request(0, params)
+    goals = first.slots[0].request.goals
+    expected = TransformersProcessor(
+        goals, prompt_mask=torch.ones(1, 3), max_new_tokens=8, ends=[0]
+    )
+    for length in range(len(generated) + 1):
+        output[:] = generated[:length]
+        logits = expected(torch.tensor([prompt + output]), torch.zeros(1, len(WORDS)))
+        torch.testing.assert_close(first.apply(torch.zeros(1, len(WORDS))), logits)
+        torch.testing.assert_close(_step(second, [0], 3 + length), logits)
+    assert bool((logits != 0).any())
+
+
+def test_the_price_is_counted_every_128_steps() -> None:
+    processor: Any = SteeringProcessor(FakeConfig(2), FakeRequestStates())
+    processor.add_request(0, _params(strength=5))
+    nats, tokens = prometheus.PRICE._value.get(), prometheus.PRICED._value.get()
+    for _ in range(prometheus.STEPS_BETWEEN_READS - 1):
+        steered = _step(processor, [0], 3)
+    assert prometheus.PRICED._value.get() == tokens
+    _step(processor, [0], 3)
+    measured = prometheus.STEPS_BETWEEN_READS // prometheus.STEPS_BETWEEN_PRICES
+    assert prometheus.PRICED._value.get() == tokens + measured
+    price = float(prices(torch.zeros_like(steered), steered))
+    assert prometheus.PRICE._value.get() - nats == pytest.approx(measured * price, rel=1e-4)
 
 
 def test_a_resumed_request_is_counted_once() -> None:

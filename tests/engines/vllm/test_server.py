@@ -24,6 +24,7 @@ from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
+from foretrace.steering.conjunction import conjunction
 from random_attributes import write_random
 from server import RealServer, ask_all, completion, serving, steered
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
@@ -95,13 +96,14 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     goals: list[dict[str, Any] | None] = [
-        {"goal": "a0"},
-        {"goal": "a0 & ~a1", "strength": 2, "shift": -1},
-        {"goal": "a0 | a2", "strength": 3, "neutral_end": 1},
-        {"goal": ["a1", "~a2"], "strength": [2, 0.5]},
-        {"goal": "a1", "horizon": 3},
-        {"goal": 'a0 & mentions("refund") & ~mentions(" a", "of")'},
-        {"goal": "a2", "must_contain": ["no", "yes"], "must_not_contain": "and"},
+        {"goal": "a0", "strength": 3},
+        {"goal": "a0 & ~a1", "transform": [2, -1]},
+        {"goal": "a0 | a2", "neutral_end": 0},
+        {"goal": ["a1", "a2"], "strength": [2, 0.5]},
+        {"goal": ["a1", "~a2"], "transform": [2, 0, 0.5, 1]},
+        {"goal": "a1", "strength": 1, "horizon": 3},
+        {"goal": 'a0 & mentions("refund") & ~mentions(" a", "of")', "strength": 2},
+        {"goal": "a2", "strength": 1, "must_contain": ["no", "yes"], "must_not_contain": "and"},
         {"must_not_contain": " the"},
         None,
     ]
@@ -138,20 +140,19 @@ def _goals(
     hmm: HMM, tokenizer: Any, loaded: dict[str, Attribute], given: dict[str, Any]
 ) -> list[ft.Goal]:
     asked = parse(given)
-    return [
-        ft.Goal(
-            ft.Lookahead(
-                hmm,
-                goal.expression.build(loaded, lambda each: ft.mentions(each.texts, tokenizer)),
-                64 if asked.horizon is None else asked.horizon,
-            ),
-            goal.strength,
-            goal.shift,
-            asked.neutral_end,
+    if asked is None:
+        return []
+    horizon = 64 if asked.horizon is None else asked.horizon
+    goals = []
+    for goal in asked.goals:
+        attribute = conjunction(
+            goal.operands, loaded, lambda each: ft.mentions(each.texts, tokenizer), hmm
         )
-        for goal in (asked.goals if asked else ())
-        if asked is not None
-    ]
+        lookahead = ft.Lookahead(hmm, attribute, horizon)
+        goals.append(
+            ft.Goal(lookahead, 1.0, transform=goal.transform, neutral_end=asked.neutral_end)
+        )
+    return goals
 
 
 def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
@@ -247,11 +248,10 @@ def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
         prompt = [numbers.randrange(1, len(WORDS)) for _ in range(numbers.randrange(1, 24))]
         first, second = numbers.sample(names, 2)
         text = numbers.choice([first, f"~{first}", f"{first} & {second}", f"{first} | ~{second}"])
-        goal = {
-            "goal": text,
-            "strength": numbers.choice([1, 2, 5]),
-            "shift": numbers.choice([0, -2]),
-        }
+        setting: dict[str, Any] = numbers.choice(
+            [{"level": "mild"}, {"strength": 1}, {"transform": [5, -2]}]
+        )
+        goal = {"goal": text, **setting}
         steer = goal if numbers.random() < 0.8 else None
         requests.append(completion(prompt, steer, max_tokens=numbers.randrange(24, 64)))
     together = [_tokens(answer) for answer in ask_all(address, requests, retries=20)]

@@ -139,8 +139,13 @@ def test_levels_of_attributes_that_were_not_calibrated_are_found_once(
     config = replace(calibrated.config, levels={"medium": 7.0})
     replace(calibrated, config=config).save(folder / "mixed.safetensors")
     cache, found = _cache(hmm, folder), []
-    measured = levels.hmm_price
-    monkeypatch.setattr(levels, "hmm_price", lambda *x: found.append(x) or measured(*x))
+    hmm_price = levels.hmm_price
+
+    def counted(hmm: HMM, attribute: Attribute, strength: float) -> float:
+        found.append(strength)
+        return hmm_price(hmm, attribute, strength)
+
+    monkeypatch.setattr(levels, "hmm_price", counted)
     (goal,) = cache.goals(_params("mixed"), cache.admit(_params("mixed")))
     assert goal.lookahead.attribute.name.endswith("** 7")
     assert not found

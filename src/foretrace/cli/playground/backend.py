@@ -16,10 +16,13 @@ class PlaygroundRequest:
 
     prompt: str
     goal: str
-    strength: float = 1.0
-    shift: float = 0.0
+    level: str = "medium"
+    strength: float | None = None
+    """Instead of a level."""
+    transform: str = ""
+    """The paper's transform, SCALE,SHIFT, instead of a level; empty if there is none."""
     horizon: int = 64
-    neutral_end: bool = False
+    neutral_end: bool = True
     max_new_tokens: int = 40
     top_p: float = 1.0
     seed: int = 0
@@ -33,6 +36,8 @@ class PlaygroundResult:
     table: TokenTable | None = None
     probability: float | None = None
     """The probability of the goal's attribute in the text."""
+    price: float | None = None
+    """The mean price of steering, in nats per token."""
 
 
 OnText = Callable[[str], None]

@@ -29,11 +29,14 @@ def text_section(title: str, prompt: str, result: "PlaygroundResult") -> str:
     text = escape(result.text)
     if table is not None:
         text = "".join(_token_html(table, position) for position in range(len(table.pieces)))
-    probability = (
-        "" if result.probability is None else f": attribute probability {result.probability:.3f}"
-    )
+    facts = []
+    if result.probability is not None:
+        facts.append(f"attribute probability {result.probability:.3f}")
+    if result.price is not None:
+        facts.append(f"price {result.price:.3f} nats per token")
+    heading = f"{title}: {', '.join(facts)}" if facts else title
     return (
-        f'<section class="{title}{" explained" if table else ""}"><h3>{title}{probability}</h3>'
+        f'<section class="{title}{" explained" if table else ""}"><h3>{heading}</h3>'
         f'<div class="text"><span class="prompt">{escape(prompt)}</span>{text}</div>'
         f"{HINT if table else ''}</section>"
     )
@@ -41,7 +44,7 @@ def text_section(title: str, prompt: str, result: "PlaygroundResult") -> str:
 
 def _token_html(table: "TokenTable", position: int) -> str:
     choice = table.choices[position]
-    red, green, blue = eap_color(prod(choice.written.eap))
+    red, green, blue = eap_color(table.shade(position))
     rows = "".join(
         f"<tr class={'written' if candidate is choice.written else 'other'}>"
         f"<td>{escape(repr(table.token_text(candidate.token)))}</td>"

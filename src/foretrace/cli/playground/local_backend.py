@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretrace.cli.goal_options import load_goals, sampling_options
+from foretrace.cli.goal_options import (
+    GoalSettings,
+    LoadedGoals,
+    load_goals,
+    parse_transform,
+    sampling_options,
+)
 from foretrace.cli.playground.backend import (
     OnText,
     PlaygroundRequest,
@@ -18,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.hmm import HMM
-    from foretrace.steering import Goal
 
 CANDIDATES = 5  # per position
 
@@ -32,7 +37,7 @@ class LocalBackend:
     hmm: "HMM"
     attributes: Path
     # The unsteered and the steered text of a request share its goals.
-    _last_goals: "tuple[PlaygroundRequest, list[Goal]] | None" = None
+    _last_goals: tuple[PlaygroundRequest, LoadedGoals] | None = None
 
     def goals(self) -> list[str]:
         """List the attributes of the folder."""
@@ -54,24 +59,26 @@ class LocalBackend:
             self.tokenizer,
             generation.prompt_ids,
             generation.token_ids,
-            goals,
+            goals.goals,
             max_new_tokens=request.max_new_tokens,
             candidates=CANDIDATES,
         )
-        return PlaygroundResult(generation.text, table, generation.probability[0])
+        return PlaygroundResult(generation.text, table, generation.probability[0], generation.price)
 
-    def _load_goals(self, request: PlaygroundRequest) -> "list[Goal]":
-        from foretrace.attribute import LogitAffine
-
+    def _load_goals(self, request: PlaygroundRequest) -> LoadedGoals:
         if self._last_goals is None or self._last_goals[0] != request:
             goals = load_goals(
                 self.hmm,
                 self.tokenizer,
                 self.attributes,
                 [request.goal],
-                [LogitAffine(request.strength, request.shift)],
+                _settings(request),
                 request.horizon,
-                request.neutral_end,
             )
             self._last_goals = request, goals
         return self._last_goals[1]
+
+
+def _settings(request: PlaygroundRequest) -> GoalSettings:
+    transforms = [parse_transform(request.transform)] if request.transform else None
+    return GoalSettings([request.strength], request.level, transforms, request.neutral_end)

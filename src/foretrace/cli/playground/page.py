@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from html import escape
 from importlib.resources import files
+from math import inf, nan
 from queue import Queue
 from threading import Event, Lock, Thread
 from typing import Any
@@ -17,6 +18,7 @@ from foretrace.errors import ForetraceError, InvalidInputError
 TITLE = "# foretrace\nThe same language model with and without steering."
 HINT = 'An attribute, or an expression: nontoxic & ~formal, mentions("refund").'
 SIDES = ("bare", "steered")
+LEVELS = ["mild", "medium", "strong"]
 MIN_WIDTH = 250  # pixels of an element in a row; elements that do not fit wrap
 GENERATION_LOCK = Lock()  # texts share torch's global random number generator
 
@@ -63,11 +65,11 @@ def build_page(gradio: Any, backend: Backend) -> Any:
                 allow_custom_value=True,
                 min_width=MIN_WIDTH,
             )
-            strength = gradio.Slider(
-                *(0.5, 30, 1),
-                step=0.5,
-                label="Strength",
-                info="1 is the exact posterior; larger values may need a shift.",
+            level = gradio.Radio(
+                LEVELS,
+                value="medium",
+                label="Level",
+                info="How strongly to steer.",
                 min_width=MIN_WIDTH,
             )
         advanced = _advanced_inputs(gradio)
@@ -78,7 +80,7 @@ def build_page(gradio: Any, backend: Backend) -> Any:
         gradio.on(
             [write.click, prompt.submit],
             partial(compare, backend),  # a generator function: Gradio streams the values
-            [prompt, goal, strength, *advanced],
+            [prompt, goal, level, *advanced],
             texts,
             api_name="write",
             show_progress="minimal",
@@ -87,17 +89,25 @@ def build_page(gradio: Any, backend: Backend) -> Any:
 
 
 def _advanced_inputs(gradio: Any) -> list[Any]:
-    """Build the inputs for the fields of `PlaygroundRequest` after `strength`, in their order."""
+    """Build the inputs for the fields of `PlaygroundRequest` after `level`, in their order."""
     with gradio.Accordion("More", open=False):
         with gradio.Row():
-            shift = gradio.Slider(-100, 20, 0, step=1, label="Shift", min_width=MIN_WIDTH)
+            strength = gradio.Textbox(
+                "", label="Strength", info="Instead of a level.", min_width=MIN_WIDTH
+            )
+            transform = gradio.Textbox(
+                "",
+                label="Transform",
+                info="The paper's SCALE,SHIFT, instead of a level.",
+                min_width=MIN_WIDTH,
+            )
             horizon = gradio.Slider(0, 64, 64, step=1, label="Horizon", min_width=MIN_WIDTH)
         with gradio.Row():
             length = gradio.Slider(5, 200, 40, step=5, label="Max new tokens", min_width=MIN_WIDTH)
             top_p = gradio.Slider(0.05, 1, 1, step=0.05, label="Top-p", min_width=MIN_WIDTH)
             seed = gradio.Number(0, label="Seed", precision=0, min_width=MIN_WIDTH)
-        neutral_end = gradio.Checkbox(False, label="Neutral end: do not steer the end of text")
-    return [shift, horizon, neutral_end, length, top_p, seed]
+        neutral_end = gradio.Checkbox(True, label="Neutral end: do not steer the end of text")
+    return [strength, transform, horizon, neutral_end, length, top_p, seed]
 
 
 def compare(backend: Backend, *values: Any) -> Iterator[str]:
@@ -118,13 +128,31 @@ def compare(backend: Backend, *values: Any) -> Iterator[str]:
         raise require_gradio().Error(escape(str(error)), print_exception=False) from error
 
 
-def _parse_request(prompt: str, goal: str | None, *numbers: Any) -> PlaygroundRequest:
+def _parse_request(
+    prompt: str, goal: str | None, level: str, strength: str, transform: str, *numbers: Any
+) -> PlaygroundRequest:
     """Build a request from the form's values; an empty number field has the value None."""
     if not (goal or "").strip():
         raise InvalidInputError("Choose a goal, or write an expression.")
     if None in numbers:
         raise InvalidInputError("A number is missing: look under More.")
-    return PlaygroundRequest(prompt or "", str(goal), *numbers)
+    strength, transform = (strength or "").strip(), (transform or "").strip()
+    if strength and transform:
+        raise InvalidInputError("Give a strength or a transform, not both: look under More.")
+    return PlaygroundRequest(
+        prompt or "", str(goal), level, _parse_strength(strength), transform, *numbers
+    )
+
+
+def _parse_strength(text: str) -> float | None:
+    """Return the number in a field; None if it is empty."""
+    try:
+        strength = float(text) if text else None
+    except ValueError:
+        strength = nan
+    if strength is not None and not 0 < strength < inf:
+        raise InvalidInputError(f"A strength must be a number above 0, not '{text[:40]}'.")
+    return strength
 
 
 def _stream(

@@ -9,6 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from foretrace.cli.goal_options import parse_transform
 from foretrace.cli.playground.backend import (
     OnText,
     PlaygroundRequest,
@@ -103,11 +104,14 @@ def _steering_params(request: PlaygroundRequest) -> dict[str, Any]:
 
     The default horizon is left out, because it is an error if the server has a shorter one.
     """
-    params: dict[str, Any] = {
-        "goal": request.goal,
-        "strength": request.strength,
-        "shift": request.shift,
-    }
+    params: dict[str, Any] = {"goal": request.goal}
+    if request.transform:
+        transform = parse_transform(request.transform)
+        params["transform"] = [transform.scale, transform.shift]
+    elif request.strength is not None:
+        params["strength"] = request.strength
+    else:
+        params["level"] = request.level
     if request.horizon != PlaygroundRequest.horizon:
         params["horizon"] = request.horizon
     return {**params, "neutral_end": request.neutral_end}

@@ -18,7 +18,7 @@ from foretrace.lookahead.price import prices
 from foretrace.steering import BatchSteering, Goal, Request
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOLERANCE = 0.15  # of the price, relative: the runs are too short for a closer estimate
 NUM_ROWS = 32  # sequences of a run
@@ -146,6 +146,26 @@ class SteeredRuns:
             states = steering.advance(states, tokens.to(goal.lookahead.hmm.device))
             rows.append(tokens)
         return total / count
+
+
+def start_token(tokenizer: "PreTrainedTokenizerBase", hmm: HMM) -> int:
+    """Return the token that begins a text, as for an empty prompt.
+
+    Args:
+        tokenizer: The LM's tokenizer.
+        hmm: Its HMM, whose end-of-text token is preferred.
+
+    Returns:
+        The token id.
+
+    Raises:
+        InvalidInputError: If there is no such token.
+    """
+    candidates = [*hmm.config.eos_token_ids, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    token = next((token for token in candidates if isinstance(token, int)), None)
+    if token is None:
+        raise InvalidInputError("The tokenizer has no token to begin a text. Pass prompts.")
+    return token
 
 
 @torch.inference_mode()

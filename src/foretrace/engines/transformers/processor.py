@@ -74,7 +74,7 @@ class SteeringProcessor(LogitsProcessor):
             )
         self.goals = [merge_goals(row) for row in goals_per_prompt]
         observe_steered = None if observe is None else self._observe
-        self.tracker = PrefixTracker(*hmms.values(), observe_steered) if hmms else None
+        self.tracker = PrefixTracker(*hmms.values(), observe=observe_steered) if hmms else None
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 
