@@ -20,19 +20,9 @@ hypothesis_settings.register_profile("shared machine", deadline=None, max_exampl
 hypothesis_settings.load_profile("shared machine")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, keep the tests of a file on one worker, because they share fixtures.
-
-    The pages of the documentation share little and take long: they are spread, and come first.
-    """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    pages = [item for item in items if item.path.name == "test_pages.py"]
-    others = [item for item in items if item.path.name != "test_pages.py"]
-    for item in others:
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items[:] = pages + others
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the pages of the documentation first: they take longest of all files."""
+    items.sort(key=lambda item: item.path.name != "test_pages.py")
 
 
 @pytest.fixture(scope="session")
