@@ -53,9 +53,13 @@ def write_docs_folder(folder: Path, *, lm: Path | None = None) -> Path:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-    for name in ("test_prompts_nontoxic", "train", "judge_train", "perspective_calibration"):
-        table = prompts if name.startswith("test") else rows
-        _write_jsonl(folder / "data" / "detox" / f"{name}.jsonl.xz", table)
+    tables: dict[str, Iterable[Row]] = dict.fromkeys(
+        ("train", "judge_train", "perspective_calibration"), rows
+    )
+    tables["test_prompts_nontoxic"] = prompts
+    tables["train_prompts"] = [{"prompt": row["text"]} for row in rows[8:24]]
+    for name, content in tables.items():
+        _write_jsonl(folder / "data" / "detox" / f"{name}.jsonl.xz", content)
     _write_jsonl(folder / "train.jsonl.xz", rows)
     _write_jsonl(folder / "train_prompts.jsonl.xz", prompts)
     _write_models(folder, tokenizer)
