@@ -1,0 +1,173 @@
+"""Measure the price of steering: calibration on other prompts, and drift in long texts.
+
+SmolLM2 is steered with the HMM and the attributes of `examples/`. The environment variable
+FORETRACE_DATA names the folder of data with prompts for the calibration; without it, openings that
+the LM writes take their place. Drift: bare texts are scored in retrospect, so that the price of
+their first and last tokens can be compared; and steered texts are scored by the bare LM, by
+position. --quick runs one attribute and shorter texts.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from math import exp
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import foretrace as ft
+from foretrace._tabular import read_rows
+from foretrace.engines.transformers import calibration, encode_prompts
+from foretrace.engines.transformers.sampler import Sampler
+from foretrace.lookahead.price import prices
+from foretrace.steering import BatchSteering, Request
+from harness import Report, options
+from smollm2 import find_smollm2
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = ("nontoxic", "positive", "negative", "political", "business")
+END = [0]
+BLOCK = 32  # tokens
+TODAYS_BEST = "paper transform (20, -63), 3 tokens"
+
+
+def main() -> None:
+    """Measure calibration, then drift."""
+    args = options(__doc__)
+    report = Report("The price of steering")
+    source = find_smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    hmm = ft.HMM.from_pretrained(EXAMPLES / "smollm2-135m")
+    store = ft.AttributeStore(EXAMPLES / "attributes")
+    prompts = _prompts(tokenizer, lm, hmm, 16 if args.quick else 128)
+    half = len(prompts) // 2
+    runs = [
+        calibration.SteeredRuns(lm, part, ends=END, max_new_tokens=8 if args.quick else 24)
+        for part in (prompts[:half], prompts[half:])
+    ]
+    for name in NAMES[:1] if args.quick else NAMES:
+        _calibrate(store[name], hmm, runs, {"medium": 0.06} if args.quick else None, report)
+    count, length = (2, 64) if args.quick else (50, 256)
+    _drift(lm, hmm, store["nontoxic"], prompts[:count], length, report)
+    report.publish(args.json)
+
+
+def _prompts(tokenizer: Any, lm: Any, hmm: ft.HMM, count: int) -> list[list[int]]:
+    """Return prompts of the data, or openings of the LM."""
+    if data := os.environ.get("FORETRACE_DATA"):
+        rows = read_rows(Path(data) / "detox" / "train_prompts.jsonl.xz", ["prompt"])
+        # The attributes of `examples/` were calibrated on the first ones.
+        return encode_prompts(tokenizer, [row["prompt"] for row in rows[1000 : 1000 + count]])
+    start = calibration.start_token(tokenizer, hmm)
+    return calibration.write_openings(lm, start, ends=END, count=count)
+
+
+def _calibrate(
+    attribute: ft.Attribute,
+    hmm: ft.HMM,
+    runs: Sequence[calibration.SteeredRuns],
+    budgets: dict[str, float] | None,
+    report: Report,
+) -> None:
+    """Calibrate on half of the prompts, and measure the price on the other half."""
+    began = perf_counter()
+    options = {} if budgets is None else {"budgets": budgets}
+    levels = calibration.calibrate(runs[0], hmm, attribute, **options)
+    seconds = perf_counter() - began
+    report.add(f"{attribute.name}: calibration", seconds, "s", at_most=120)
+    for name, level in levels.items():
+        lookahead = ft.Lookahead(hmm, attribute**level.strength, runs[1].max_new_tokens)
+        reached = runs[1].price(ft.Goal(lookahead, 1.0)) / level.budget
+        error = abs(reached - 1)
+        report.add(f"{attribute.name}, {name}: price on other prompts / asked", reached, "")
+        report.add(f"{attribute.name}, {name}: error of the price", error, "", at_most=0.15)
+
+
+def _drift(
+    lm: Any,
+    hmm: ft.HMM,
+    attribute: ft.Attribute,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    report: Report,
+) -> None:
+    """Compare the first and the last tokens of long texts."""
+    lookahead = ft.Lookahead(hmm, attribute, length)
+    transform = ft.LogitAffine(20.0, -63.0)
+    goals = {
+        "medium": ft.Goal(lookahead),
+        TODAYS_BEST: ft.Goal(ft.Lookahead(hmm, attribute, 3), transform=transform),
+    }
+    torch.manual_seed(0)
+    sampler = Sampler(lm, ends=[], max_new_tokens=length, top_p=0.9)
+    bare = [row[0].tokens for row in sampler.draw(prompts, 1)]
+    bare_nats = [_by_block(nats) for nats in _nats(lm, prompts, bare)]
+    for name, goal in goals.items():
+        scored = _retrospect(lm, goal, prompts, bare)
+        first, last = (fmean(row[i] for row in scored) for i in (0, -1))
+        drift = abs(last / first - 1)
+        limit = 0.2 if name == "medium" else None
+        report.add(f"{name}: price of tokens 1-{BLOCK} of bare texts", first, "nats")
+        report.add(f"{name}: price of the last {BLOCK}", last, "nats")
+        report.add(f"{name}: change of the price", drift, "", at_most=limit)
+        steered = [row[0].tokens for row in sampler.draw(prompts, 1, [goal])]
+        nats = [_by_block(row) for row in _nats(lm, prompts, steered)]
+        ratios = [
+            exp(fmean(row[i] for row in nats) - fmean(row[i] for row in bare_nats))
+            for i in range(length // BLOCK)
+        ]
+        worst = max(abs(ratio - 1) for ratio in ratios)
+        limit = 0.1 if name == "medium" else None
+        report.add(f"{name}: perplexity of the last {BLOCK} tokens / bare", ratios[-1], "")
+        report.add(f"{name}: largest change of a block's perplexity", worst, "", at_most=limit)
+
+
+def _by_block(values: Tensor) -> list[float]:
+    """Return the mean of every block of tokens."""
+    return [float(block.mean()) for block in torch.split(values, BLOCK)]
+
+
+@torch.inference_mode()
+def _logits(lm: Any, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+    """Return the LM's logits at every position of a text: (T, V)."""
+    ids = torch.tensor([[*prompt, *text[:-1]]])
+    logits: Tensor = lm(ids, logits_to_keep=len(text)).logits[0, -len(text) :]
+    return logits.float()
+
+
+def _nats(lm: Any, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> list[Tensor]:
+    """Return the negative log-likelihood of every token."""
+    return [
+        -_logits(lm, prompt, text).log_softmax(-1).gather(1, torch.tensor(text)[:, None])[:, 0]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def _retrospect(
+    lm: Any, goal: ft.Goal, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]
+) -> list[list[float]]:
+    """Return the price of steering at every position of bare texts, by block."""
+    steering, results = BatchSteering(goal.lookahead.hmm), []
+    for prompt, text in zip(prompts, texts, strict=True):
+        request = Request((goal,), tuple(prompt), len(text), ends=tuple(END))
+        states = steering.read_generated([request], [[]])
+        spent = []
+        for position, logits in enumerate(_logits(lm, prompt, text)):
+            steered = steering.reweight_(logits[None].clone(), states)
+            spent.append(float(prices(logits[None], steered)))
+            states = steering.advance(states, torch.tensor([text[position]]))
+        results.append(_by_block(torch.tensor(spent)))
+    return results
+
+
+if __name__ == "__main__":
+    main()
