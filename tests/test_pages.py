@@ -115,6 +115,7 @@ def test_the_tutorial_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None
     replacements = {
         old: new for old, new in replacements.items() if not old.startswith("examples/")
     }
+    replacements["--attribute sea"] = "--attribute sea --max-new-tokens 4"
     if not has_fast_bfloat16():
         replacements["--dtype bfloat16"] = "--dtype float32"
     write_docs_folder(tmp_path, lm=smollm2)
