@@ -6,6 +6,7 @@ server does it, with a folder of attributes.
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -49,7 +50,9 @@ def _library(folder: Path) -> TableCache:
     store = AttributeStore(folder / "attributes")
     for seed, name in enumerate(NAMES):
         weights = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
-        store.add(Attribute.from_weights(weights, name=name.strip('"')))
+        attribute = Attribute.from_weights(weights, name=name.strip('"'))
+        config = replace(attribute.config, levels={"mild": 0.5, "medium": 1.0, "strong": 2.0})
+        store.add(replace(attribute, config=config))
     hmm = HMM.random(16, VOCAB_SIZE, eos_token_id=0, seed=0)
     return TableCache(hmm, folder / "attributes", folder / "tables", horizon=64)
 

@@ -267,7 +267,7 @@ def test_the_playground_asks_a_server(crowded: tuple[str, list[str]], tmp_path: 
     address, names = crowded
     backend = ServerBackend(address, tmp_path)
     request = PlaygroundRequest(
-        "w1 w2", f"{names[0]} & ~{names[1]}", strength=3, max_new_tokens=8, seed=1
+        "w1 w2", f"{names[0]} & {names[1]}", strength=3, max_new_tokens=8, seed=1
     )
     for steer in (False, True):
         heard: list[str] = []
