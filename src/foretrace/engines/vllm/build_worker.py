@@ -102,7 +102,6 @@ def _read_line(pipe: IO[bytes]) -> bytes:
 
 def main() -> None:
     """Build tables for the requests on standard input until it is closed."""
-    os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # output that libraries print goes to the log, not to the answers
     import torch
@@ -113,6 +112,7 @@ def main() -> None:
     torch.set_num_threads(max(1, available_cores() // 4))
     cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
     cache.load_tokenizer()
+    os.nice(NICENESS)  # not before: the first request waits until everything is loaded
     for line in sys.stdin.buffer:
         began = process_time()
         error = _build(cache, json.loads(line))
