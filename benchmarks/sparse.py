@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foretrace import HMM, Attribute
+from foretrace import HMM, Attribute, FitConfig
 from foretrace._tabular import read_rows
 from foretrace.attribute import LogitAffine, tokenize
 from foretrace.lookahead import Lookahead
@@ -75,7 +75,13 @@ def _nontoxic(data: Path, tokenizer: Any, vocab_size: int) -> Attribute:
     rows = read_rows(data / "train.jsonl.xz")
     windows = tokenize([row["text"] for row in rows], tokenizer)
     scores = [1 - rows[text]["toxicity"] for text in windows.texts]
-    return Attribute.fit(windows.token_ids, scores, vocab_size=vocab_size, groups=windows.texts)
+    return Attribute.fit(
+        windows.token_ids,
+        scores,
+        vocab_size=vocab_size,
+        groups=windows.texts,
+        config=FitConfig(objective="cross-entropy"),  # the transforms need a probability
+    )
 
 
 @torch.inference_mode()
