@@ -12,7 +12,7 @@ from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import BatchSteering, PrefixTracker, Request
+from foretrace.steering import BatchSteering, Goal, PrefixTracker, Request
 from foretrace.steering.batch import READ_BACK
 from goals import plain_goal
 from tiny import TOKENS, all_texts, tiny_hmm
@@ -28,6 +28,32 @@ def next_token_logits(hmm: HMM, texts: Tensor) -> Tensor:
     return hmm.emission.predict(hmm.filter(texts).predicted[:, -1]).log()
 
 
+def steered_log_probabilities(hmm: HMM, goals: tuple[Goal, ...]) -> Tensor:
+    """Return the log-probability of every text of LENGTH tokens, of an LM that is the HMM."""
+    request, tracker = Request(goals, (), LENGTH), PrefixTracker(hmm)
+    total = torch.zeros(TOKENS**LENGTH, dtype=torch.float64)
+    for length in range(LENGTH):
+        prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
+        prefixes = prefixes.reshape(TOKENS**length, length)
+        tracker.step([request] * len(prefixes), prefixes.tolist())
+        steered = tracker.reweight(next_token_logits(hmm, prefixes)).log_softmax(-1)
+        total += steered.flatten().repeat_interleave(TOKENS ** (LENGTH - length - 1))
+    return total
+
+
+def sampled_counts(hmm: HMM, goal: Goal, count: int) -> Tensor:
+    """Sample texts of LENGTH tokens from an LM that is the HMM; count how often each occurs."""
+    request, tracker = Request((goal,), (), LENGTH), PrefixTracker(hmm)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.zeros(count, 0, dtype=torch.long)
+    for _ in range(LENGTH):
+        tracker.step([request] * count, drawn.tolist())
+        steered = tracker.reweight(next_token_logits(hmm, drawn)).softmax(-1)
+        drawn = torch.cat([drawn, torch.multinomial(steered, 1, generator=generator)], 1)
+    code = (drawn * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
+    return torch.bincount(code, minlength=TOKENS**LENGTH)
+
+
 @pytest.mark.parametrize("name", attributes())
 @pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
 def test_steering_the_hmm_itself_samples_the_exact_posterior(form: str, name: str) -> None:
@@ -38,15 +64,8 @@ def test_steering_the_hmm_itself_samples_the_exact_posterior(form: str, name: st
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts, ~torch.isin(texts, eos))
     joint = torch.where(hmm.log_likelihood(texts) > -60, joint, 0.0)
     expected = joint / joint.sum()
-    request = Request((plain_goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    tracker, log_steered = PrefixTracker(hmm), torch.zeros(len(texts), dtype=torch.float64)
-    for length in range(LENGTH):
-        prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
-        prefixes = prefixes.reshape(TOKENS**length, length)
-        tracker.step([request] * len(prefixes), prefixes.tolist())
-        logits = next_token_logits(hmm, prefixes)
-        steered = tracker.reweight(logits).log_softmax(-1)
-        log_steered += steered.flatten().repeat_interleave(TOKENS ** (LENGTH - length - 1))
+    goal = plain_goal(Lookahead(hmm, attribute, LENGTH))
+    log_steered = steered_log_probabilities(hmm, (goal,))
     probabilities = torch.where(joint > 0, log_steered.exp(), 0.0)
     torch.testing.assert_close(probabilities, expected, rtol=1e-9, atol=1e-12)
 
@@ -55,16 +74,8 @@ def test_sampled_sequences_follow_the_posterior() -> None:
     hmm, attribute = tiny_hmm("dense"), attributes()["all"]
     texts = all_texts(LENGTH)
     joint = hmm.log_likelihood(texts).exp() * attribute.probability(texts)
-    request = Request((plain_goal(Lookahead(hmm, attribute, LENGTH)),), (), LENGTH)
-    tracker, count = PrefixTracker(hmm), 20_000
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.zeros(count, 0, dtype=torch.long)
-    for _ in range(LENGTH):
-        tracker.step([request] * count, drawn.tolist())
-        steered = tracker.reweight(next_token_logits(hmm, drawn)).softmax(-1)
-        drawn = torch.cat([drawn, torch.multinomial(steered, 1, generator=generator)], 1)
-    code = (drawn * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
-    counts = torch.bincount(code, minlength=TOKENS**LENGTH)
+    goal, count = plain_goal(Lookahead(hmm, attribute, LENGTH)), 20_000
+    counts = sampled_counts(hmm, goal, count)
     assert chisquare(counts, count * joint / joint.sum()).pvalue > 1e-3
 
 

@@ -1,7 +1,5 @@
 """Strength inside the lookahead: texts have probability p(x) exp(k * rewards) / Z."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +13,7 @@ from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, PrefixTracker, Request
 from foretrace.steering.merge_goals import merge_goals
-from steering.test_batch import next_token_logits
+from steering.test_batch import sampled_counts, steered_log_probabilities
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import attributes
 
@@ -33,19 +31,6 @@ def evidence(once: bool = False) -> Attribute:
 def rewards_of(texts: Tensor, rewards: Tensor, ends: Tensor) -> Tensor:
     """Return the sum of rewards of each text; end-of-text tokens have none: (n, T) -> (n,)."""
     return torch.where(torch.isin(texts, ends), 0.0, rewards.double()[texts]).sum(1)
-
-
-def steered_log_probabilities(hmm: HMM, goals: tuple[Goal, ...]) -> Tensor:
-    """Return the log-probability of every text of LENGTH tokens, of an LM that is the HMM."""
-    request, tracker = Request(goals, (), LENGTH), PrefixTracker(hmm)
-    total = torch.zeros(TOKENS**LENGTH, dtype=torch.float64)
-    for length in range(LENGTH):
-        prefixes = torch.tensor(list(itertools.product(range(TOKENS), repeat=length))).long()
-        prefixes = prefixes.reshape(TOKENS**length, length)
-        tracker.step([request] * len(prefixes), prefixes.tolist())
-        steered = tracker.reweight(next_token_logits(hmm, prefixes)).log_softmax(-1)
-        total += steered.flatten().repeat_interleave(TOKENS ** (LENGTH - length - 1))
-    return total
 
 
 def check_exact(hmm: HMM, goals: tuple[Goal, ...], log_weights: Tensor) -> None:
@@ -149,15 +134,7 @@ def test_sampled_texts_follow_the_rewards() -> None:
     goal = Goal(Lookahead(hmm, evidence(), LENGTH), 2.0, neutral_end=False)
     log_weights = 2 * rewards_of(texts, VALUES, torch.tensor([], dtype=torch.long))
     joint = (hmm.log_likelihood(texts) + log_weights).exp()
-    request, tracker = Request((goal,), (), LENGTH), PrefixTracker(hmm)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.zeros(count, 0, dtype=torch.long)
-    for _ in range(LENGTH):
-        tracker.step([request] * count, drawn.tolist())
-        steered = tracker.reweight(next_token_logits(hmm, drawn)).softmax(-1)
-        drawn = torch.cat([drawn, torch.multinomial(steered, 1, generator=generator)], 1)
-    code = (drawn * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
-    counts = torch.bincount(code, minlength=TOKENS**LENGTH)
+    counts = sampled_counts(hmm, goal, count)
     assert chisquare(counts, count * joint / joint.sum()).pvalue > 1e-3
 
 
