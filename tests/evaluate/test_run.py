@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 
 from foretrace import cli
+from foretrace.attribute import Attribute
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate import generations
@@ -34,7 +35,7 @@ rival: prompting
 continuations: 4
 max_new_tokens: 6
 attributes:
-  low: {file: scored.jsonl, score: high, invert: true}
+  low: {file: scored.jsonl, score: high, invert: true, keep: [w33]}
   author: {file: scored.jsonl, by: author}
   product author: {file: scored.jsonl, by: author, suffix: " (product)", objective: cross-entropy}
 methods:
@@ -122,6 +123,15 @@ def done(
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("out")
     return out, run(data, out, lm, hmm)
+
+
+def test_words_that_are_kept_do_not_decide(done: tuple[Path, dict[str, Any]]) -> None:
+    attribute = Attribute.load(done[0] / "attributes" / "low.safetensors")
+    tokens = word_tokenizer()(["w33", "w31"], add_special_tokens=False).input_ids
+    kept, other = attribute.probability(tokens).tolist()
+    nothing = attribute.probability([[]]).item()
+    assert kept == nothing
+    assert other != nothing
 
 
 def test_every_method_has_every_metric(done: tuple[Path, dict[str, Any]]) -> None:

@@ -54,6 +54,7 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
         (SUITE.replace("[mean]", "[median]"), "unknown figure median"),
         (SUITE.replace(', source: "my_judge:score"', ""), "exactly one of"),
         (SUITE.replace("text: prompt}", "text: prompt, x: 1}"), "'x' is not known"),
+        (SUITE.replace("invert: true", "keep: women"), "a list of words, or `keep: groups`"),
         ("[1, 2]", "must be a mapping"),
         ("a: [", "not YAML"),
         (SUITE.replace("[mean]", "mean"), "are lists"),

@@ -17,6 +17,7 @@ from foretrace.attribute import (
     LogitAffine,
     parse,
     tokenize,
+    word_tokens,
 )
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.generations import Method
@@ -105,18 +106,23 @@ def _fit(
     common = {"groups": windows.texts, "source": {"data": plan.file}, **settings}
     if plan.by is not None:
         labels = [str(rows[text][plan.by]) + plan.suffix for text in windows.texts]
-        config = None if plan.objective is None else _fit_config(plan, by_absence=True)
+        by_absence = {} if plan.objective is None else {"by_absence": True}
+        config = _fit_config(plan, tokenizer, **by_absence)
         yield from Attribute.fit_each(windows.token_ids, labels, config=config, **common)
         return
     scores = [_planned_score(rows[text], plan) for text in windows.texts]
-    config = _fit_config(plan, transform=plan.affine)
+    config = _fit_config(plan, tokenizer, transform=plan.affine)
     yield Attribute.fit(windows.token_ids, scores, config=config, name=name, **common)
 
 
-def _fit_config(plan: AttributePlan, **settings: Any) -> FitConfig:
+def _fit_config(
+    plan: AttributePlan, tokenizer: "PreTrainedTokenizerBase", **settings: Any
+) -> FitConfig:
     """Build the settings of a fit; the objective is the default one unless the plan names it."""
     if plan.objective is not None:
         settings["objective"] = plan.objective
+    if plan.kept_words:
+        settings["keep"] = word_tokens(plan.kept_words, tokenizer)
     return FitConfig(terms=plan.terms, **settings)
 
 

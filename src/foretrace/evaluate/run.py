@@ -5,13 +5,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.resources import files
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretrace import _io
+from foretrace.attribute import group_terms
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
@@ -270,8 +269,7 @@ class _Runner:
         measurements["words"] = metrics.words(texts)
         measurements["letters"] = metrics.letters(texts)
         measurements["repetition"] = metrics.repetition(texts)
-        if terms := group_terms():
-            measurements["group terms"] = metrics.term_frequency(texts, terms)
+        measurements["group terms"] = metrics.term_frequency(texts, group_terms())
         measurements["blank"] = metrics.blank(texts)
         measurements["dist-2"] = metrics.distinct(texts, 2)
         measurements["dist-3"] = metrics.distinct(texts, 3)
@@ -298,16 +296,6 @@ class _Runner:
         )
         _io.write_json(file, {"texts": key, "nats": losses})
         return losses
-
-
-@cache
-def group_terms() -> tuple[str, ...]:
-    """Read the terms for groups of people; empty if the list is not installed."""
-    file = files("foretrace.attribute.fitting").joinpath("group_terms.txt")
-    if not file.is_file():
-        return ()
-    lines = (line.strip() for line in file.read_text("utf-8").splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def _group_means(

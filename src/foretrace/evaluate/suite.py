@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 from foretrace import _tabular
-from foretrace.attribute import LogitAffine
+from foretrace.attribute import LogitAffine, group_terms
+from foretrace.attribute.fitting.words import GROUPS
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
 from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
@@ -105,6 +106,7 @@ class AttributePlan(Table):
         transform: Scale and shift of the scores' logits: the training transform. By default, that
             of `FitConfig`.
         objective: The objective of the fit. By default, that of `FitConfig`.
+        keep: A list of words that must not decide, or "groups": terms for groups of people.
         terms: The maximal number of terms of the mixture.
     """
 
@@ -115,12 +117,24 @@ class AttributePlan(Table):
     suffix: str = ""
     transform: tuple[float, float] | None = None
     objective: str | None = None
+    keep: str | Sequence[str] = ()
     terms: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, str) and self.keep != GROUPS:
+            raise InvalidInputError(
+                f"`keep: {self.keep}` is not known. Write a list of words, or `keep: {GROUPS}`."
+            )
 
     @property
     def affine(self) -> LogitAffine | None:
         """The training transform, if there is one."""
         return None if self.transform is None else LogitAffine(*self.transform)
+
+    @property
+    def kept_words(self) -> Sequence[str]:
+        """The words that must not decide."""
+        return group_terms() if self.keep == GROUPS else self.keep
 
 
 @dataclass(frozen=True)
