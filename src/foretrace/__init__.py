@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
     from foretrace.engines import transformers
-    from foretrace.engines.token_bytes import mentions
+    from foretrace.engines.token_bytes import marker, mentions
     from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
@@ -33,6 +33,7 @@ __all__ = [
     "distill",
     "fingerprint",
     "generate",
+    "marker",
     "mentions",
     "parse",
     "transformers",
@@ -52,6 +53,7 @@ _HOMES = {
     "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
+    "marker": "foretrace.engines.token_bytes",
     "mentions": "foretrace.engines.token_bytes",
     "transformers": "foretrace.engines",
     "fingerprint": "foretrace.vocabulary",

@@ -1,14 +1,15 @@
-"""The bytes of every token, and `mentions`: the attribute of texts that contain a string."""
+"""The bytes of every token; `mentions`, the attribute of texts that contain a string; `marker`."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
+from foretrace.steering.window import Marker
 from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class TokenBytes:
 
     tokens: Sequence[bytes]
     tokenizer_fingerprint: str | None = None
+    special: Mapping[int, bytes] = field(default_factory=dict)
+    """The content of special tokens, which add nothing to a text."""
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> Self:
@@ -33,12 +36,22 @@ class TokenBytes:
         Raises:
             InvalidInputError: The tokenizer is neither byte-level nor SentencePiece.
         """
-        return cls(decode_vocabulary(tokenizer), fingerprint(tokenizer.get_vocab()))
+        added = tokenizer.added_tokens_decoder.items()
+        special = {index: token.content.encode() for index, token in added if token.special}
+        return cls(decode_vocabulary(tokenizer), fingerprint(tokenizer.get_vocab()), special)
 
     def mentions(self, texts: str | Sequence[str]) -> Attribute:
         """Return the attribute that a text contains one of these strings."""
         known = self.tokenizer_fingerprint
         return Attribute.occurrence(texts, self.tokens, tokenizer_fingerprint=known)
+
+    def marker(self, text: str) -> Marker:
+        """Return the marker of a string, which may be or contain special tokens."""
+        return Marker(text, self._with_special, self.tokenizer_fingerprint)
+
+    @cached_property
+    def _with_special(self) -> list[bytes]:
+        return [self.special.get(index, content) for index, content in enumerate(self.tokens)]
 
     @cached_property
     def identity(self) -> int:
@@ -70,6 +83,31 @@ def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -
         [1.0, 0.0]
     """
     return TokenBytes.of(tokenizer).mentions(texts)
+
+
+def marker(text: str, tokenizer: "PreTrainedTokenizerBase") -> Marker:
+    """Return a marker: a string in the generated text after which a goal begins, or ends.
+
+    It is found however the text is split into tokens, and also if it is a special token. Case
+    matters.
+
+    Args:
+        text: The string, such as "</think>".
+        tokenizer: The LM's tokenizer.
+
+    Returns:
+        A marker, for `Goal(after=...)` and `Goal(window=...)`.
+
+    Raises:
+        InvalidInputError: The string is empty or too long, or the tokenizer is neither byte-level
+            nor SentencePiece.
+
+    Example:
+        >>> end_of_thought = ft.marker("</think>", tokenizer)
+        >>> end_of_thought.ends(tokenizer("<think>Hm.</think>").input_ids)
+        True
+    """
+    return TokenBytes.of(tokenizer).marker(text)
 
 
 def decode_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:

@@ -52,6 +52,7 @@ class Lookahead:
             none. The log-weights of a token that was generated before are less by its reward.
         automaton: The attribute's automaton on the HMM's device; None if it has none.
         kind: How the EAP is computed.
+        min_tokens: The fewest tokens that can satisfy the automaton; 0 if there is none.
 
     Example:
         >>> lookahead = ft.Lookahead(hmm, attribute, horizon=8)
@@ -70,8 +71,8 @@ class Lookahead:
     once_rewards: Tensor | None
     automaton: DeviceAutomaton | None
     kind: EapKind
+    min_tokens: int
     _log_weights: Tensor  # (M, K) float64
-    _min_tokens: int  # fewest generated tokens that can satisfy the automaton
     _by_strength: dict[float, "Lookahead"]
 
     def __init__(
@@ -114,7 +115,7 @@ class Lookahead:
             "automaton": automaton,
             "kind": kind,
             "_log_weights": log_weights.T.contiguous().to(hmm.device),
-            "_min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
+            "min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
             "_by_strength": {},
         }
         if tables is not None:
@@ -189,19 +190,25 @@ class Lookahead:
         """
         return self.tables.log_scales[min(remaining, self.horizon)][:, states]
 
+    @property
+    def requires_text(self) -> bool:
+        """Whether a text can lack what the automaton requires, and get it with more tokens."""
+        automaton = self.terms.automaton
+        return automaton is not None and automaton.requires_text(self.hmm.vocab_size)
+
     def require_feasible(self, max_tokens: int) -> None:
         """Check that a sequence of `max_tokens` generated tokens can satisfy the automaton.
 
         Args:
-            max_tokens: The largest number of tokens to generate.
+            max_tokens: The largest number of tokens to generate, or that a goal is about.
 
         Raises:
             InvalidInputError: If the constraint needs more tokens.
         """
-        if self._min_tokens > max_tokens:
+        if self.min_tokens > max_tokens:
             raise InvalidInputError(
-                f"'{self.attribute.name}' takes {self._min_tokens} tokens at least, but at most "
-                f"{max_tokens} may be generated. Raise the limit."
+                f"'{self.attribute.name}' takes {self.min_tokens} tokens at least, but at most "
+                f"{max_tokens} may be generated. Raise the limit, or the goal's window."
             )
 
     def log_weights(self, tokens: Tensor) -> Tensor:

@@ -5,5 +5,6 @@ from foretrace.steering.goal import Goal
 from foretrace.steering.prefix_tracker import PrefixTracker
 from foretrace.steering.request import Request
 from foretrace.steering.state import SequenceState
+from foretrace.steering.window import Marker
 
-__all__ = ["BatchSteering", "Goal", "PrefixTracker", "Request", "SequenceState"]
+__all__ = ["BatchSteering", "Goal", "Marker", "PrefixTracker", "Request", "SequenceState"]

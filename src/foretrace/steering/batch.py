@@ -22,6 +22,7 @@ from foretrace.steering.neutral_end import NeutralEnd
 from foretrace.steering.request import Request, padded_ends
 from foretrace.steering.state import SequenceState
 from foretrace.steering.transfer import to_device
+from foretrace.steering.window import WindowState
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
@@ -56,7 +57,8 @@ class BatchSteering:
         Args:
             hmm: The HMM of all goals.
             observe: Called at every step with the price of every steered row: the KL divergence of
-                the steered from the bare next-token distribution in nats, (n,).
+                the steered from the bare next-token distribution in nats, (n,). Rows outside
+                their window are not steered; there may be none.
             absolute: Whether steered logits include the summand that all tokens of a row share. It
                 does not change probabilities. It grows with the sequence, until float32 cannot hold
                 it together with the language model's logits.
@@ -83,16 +85,14 @@ class BatchSteering:
         predicted = torch.where(is_known, stepped.predicted, before)
         log_weights = _log_weights([state.request for state in states], tokens)
         return [
-            SequenceState(
-                state.request,
-                state.num_generated + 1,
-                row_predicted,
-                tuple(past + new for past, new in zip(state.log_past, row_weights, strict=True)),
-                _next_automaton_states(state, token),
-                None if state.generated is None else torch.cat([state.generated, token]),
-            )
-            for state, row_predicted, row_weights, token in zip(
-                states, predicted, log_weights, tokens[:, None], strict=True
+            _advanced(state, row_predicted, window, row_weights, token)
+            for state, row_predicted, window, row_weights, token in zip(
+                states,
+                predicted,
+                _next_windows(states, tokens),
+                log_weights,
+                tokens[:, None],
+                strict=True,
             )
         ]
 
@@ -106,7 +106,8 @@ class BatchSteering:
         """Compute the states of sequences from their tokens.
 
         The filter reads at most the last `READ_BACK` tokens. It ignores the tokens of a prompt up
-        to the last end-of-text token, because they belong to an earlier text.
+        to the last end-of-text token, because they belong to an earlier text. Requests with a
+        marker wait for the device.
 
         Args:
             requests: The request of each sequence.
@@ -140,10 +141,22 @@ class BatchSteering:
             row[end - count : end].to(device)
             for row, count, end in zip(tokens, counts, ends, strict=True)
         ]
+        windows = [
+            _read_window(request, row[: end - count], row_generated)
+            for request, row, count, end, row_generated in zip(
+                requests, tokens, counts, ends, generated, strict=True
+            )
+        ]
         return [
-            SequenceState(request, count, row_predicted, *_goal_states(request, row_generated))
-            for request, count, row_predicted, row_generated in zip(
-                requests, counts, predicted, generated, strict=True
+            SequenceState(
+                request,
+                count,
+                row_predicted,
+                window,
+                *_goal_states(request, window.select(row_generated)),
+            )
+            for request, count, row_predicted, window, row_generated in zip(
+                requests, counts, predicted, windows, generated, strict=True
             )
         ]
 
@@ -177,7 +190,8 @@ class BatchSteering:
 
         Args:
             logits: The language model's logits, (n, V or more).
-            states: The state of each row. Rows that are None or have no goals are not changed.
+            states: The state of each row. Rows that are None, have no goals, or are outside their
+                window are not changed.
 
         Returns:
             The same logits.
@@ -190,10 +204,10 @@ class BatchSteering:
                 f"Logits have shape {tuple(logits.shape)}, but there are {len(states)} rows, "
                 f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
             )
-        steered = [
-            (row, state) for row, state in enumerate(states) if state and state.request.goals
-        ]
+        steered = [(row, state) for row, state in enumerate(states) if state and state.is_steered]
         if not steered:
+            if self.observe is not None:
+                self.observe(logits.new_zeros(0))
             return logits
         predicted = torch.stack([state.predicted for _, state in steered], 1)  # (h, n)
         groups = [
@@ -241,12 +255,52 @@ class BatchSteering:
                 logits[:, block].index_copy_(0, rows, log_factors.add_(logits[rows, block]))
 
 
+def _advanced(
+    state: SequenceState,
+    predicted: Tensor,
+    window: WindowState,
+    log_weights: tuple[Tensor, ...],
+    token: Tensor,
+) -> SequenceState:
+    """Return a row's state after a token, (1,); goals do not count tokens outside the window."""
+    log_past, automaton_states, generated = state.log_past, state.automaton_states, state.generated
+    if state.in_window:
+        log_past = tuple(past + new for past, new in zip(log_past, log_weights, strict=True))
+        automaton_states = _next_automaton_states(state, token)
+        generated = None if generated is None else torch.cat([generated, token])
+    num_generated = state.num_generated + 1
+    return SequenceState(
+        state.request, num_generated, predicted, window, log_past, automaton_states, generated
+    )
+
+
+def _next_windows(states: Sequence[SequenceState], tokens: Tensor) -> list[WindowState]:
+    """Return the windows of rows after one token each. Rows that search a marker read theirs."""
+    windows = [state.window for state in states]
+    searching = [
+        row for row, state in enumerate(states) if state.request.window.pending(state.window)
+    ]
+    if searching:  # waits for the device
+        for row, token in zip(searching, tokens[searching].tolist(), strict=True):
+            window, num_generated = states[row].request.window, states[row].num_generated + 1
+            windows[row] = window.advance(windows[row], token, num_generated)
+    return windows
+
+
+def _read_window(request: Request, prompt: Tensor, generated: Tensor) -> WindowState:
+    """Return a row's window after a prompt and generated tokens."""
+    window = request.window
+    if not window.has_marker:
+        return window.start(())
+    return window.read(prompt.tolist(), generated.tolist())  # waits for the device
+
+
 def _goal_states(
     request: Request, generated: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Tensor | None]:
-    """Return the log-pasts and automaton states of a request's goals after generated tokens: (n,).
+    """Return the log-pasts and automaton states of a request's goals after tokens of the window.
 
-    The third result is the generated tokens, if the request depends on them.
+    The third result is the tokens, (n,), if the request depends on them.
     """
     lookaheads = [goal.lookahead for goal in request.goals]
     log_pasts = tuple(lookahead.log_weights(generated).sum(0) for lookahead in lookaheads)

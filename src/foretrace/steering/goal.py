@@ -1,11 +1,13 @@
 """A goal: the lookahead of an attribute, and how strongly to steer toward it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead.levels import DEFAULT_LEVEL, strength_of
 from foretrace.lookahead.lookahead import Lookahead
+from foretrace.steering.window import Marker, Window, require_window
 
 IDENTITY = LogitAffine()
 
@@ -22,6 +24,9 @@ class Goal:
     Strong goals could be met by stopping early. By default, end-of-text tokens keep the probability
     that the language model gives them.
 
+    A goal is about all generated tokens, or about those after a marker and within a window. The
+    logits of other tokens are not changed, and they do not count for the attribute.
+
     Args:
         lookahead: The lookahead of the attribute.
         strength: The exponent k of the attribute; more than 0. By default, that of the level. The
@@ -33,15 +38,23 @@ class Goal:
             applied after the expectation, with strength 1. By default, none.
         neutral_end: Whether end-of-text tokens keep their probability. If not, steering is exact
             also for the length of texts.
+        after: A marker of `foretrace.marker`. The goal begins with the token after it, or at once
+            if the prompt ends with it, apart from white space. By default, it begins at once.
+        window: How many tokens the goal is about, or a marker with which it ends. By default, it
+            ends with the text.
 
     Raises:
         InvalidInputError: If the first argument is not a Lookahead, if the strength is not above 0,
-            or if the attribute has no powers and the strength is not 1.
+            if the attribute has no powers and the strength is not 1, or if `after` or `window` is
+            not as described.
 
     Example:
         >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0)
         >>> goal.lookahead.attribute.name
         'nontoxic ** 5'
+        >>> answer = ft.Goal(
+        ...     goal.lookahead, 1.0, after=ft.marker("</think>", tokenizer), window=64
+        ... )
     """
 
     lookahead: Lookahead
@@ -49,6 +62,8 @@ class Goal:
     level: str = DEFAULT_LEVEL
     transform: LogitAffine = IDENTITY
     neutral_end: bool = True
+    after: Marker | None = None
+    window: int | Marker | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.lookahead, Lookahead):
@@ -61,6 +76,7 @@ class Goal:
                 f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
                 f"toward '{self.lookahead.attribute.name}' by strength or level alone."
             )
+        require_window(self.after, self.window)
         strength = self.strength
         if strength is None:
             attribute, hmm = self.lookahead.attribute, self.lookahead.hmm
@@ -70,3 +86,19 @@ class Goal:
         lookahead = self.lookahead.at_strength(strength)
         lookahead.tables  # noqa: B018  built now, and not in a decoding step
         object.__setattr__(self, "lookahead", lookahead)
+
+
+def common_window(goals: Iterable[Goal]) -> Window:
+    """Return the window of all goals of a sequence.
+
+    Raises:
+        InvalidInputError: If they differ. Goals of one sequence are one product, or factors of the
+            same token.
+    """
+    windows = {Window(goal.after, goal.window) for goal in goals}
+    if len(windows) > 1:
+        raise InvalidInputError(
+            "The goals of one text begin or end at different tokens. They are steered toward as "
+            "one product: give all of them the same `after` and the same `window`."
+        )
+    return windows.pop() if windows else Window()

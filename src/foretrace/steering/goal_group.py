@@ -78,7 +78,7 @@ def _table_and_log_past(state: GoalState) -> tuple[Tensor, Tensor]:
     """
     lookahead, sequence = state.goal.lookahead, state.sequence
     if lookahead.automaton is None:
-        remaining = sequence.request.tokens_ahead(sequence.num_generated)
+        remaining = sequence.request.tokens_ahead(sequence.num_generated, sequence.window.end)
         log_scale = lookahead.log_scale_for(remaining)
         return lookahead.table_for(remaining), state.log_past + log_scale
     target = lookahead.automaton.targets[state.automaton_state, 0]  # (1,)

@@ -6,7 +6,7 @@ from operator import and_
 from weakref import WeakKeyDictionary, ref
 
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.steering.goal import Goal
+from foretrace.steering.goal import Goal, common_window
 
 # Merged lookaheads by the first lookahead, and by the others. They are dropped with the first.
 _MERGED: WeakKeyDictionary[Lookahead, dict[tuple[ref[Lookahead], ...], Lookahead]]
@@ -27,7 +27,7 @@ def merge_goals(goals: Sequence[Goal]) -> tuple[Goal, ...]:
 
     Raises:
         InvalidInputError: If the product cannot be steered toward, such as that of evidence and of
-            a sum of products, or if it has too many terms.
+            a sum of products, if it has too many terms, or if the goals have different windows.
 
     Example:
         >>> from foretrace.steering.merge_goals import merge_goals
@@ -39,10 +39,12 @@ def merge_goals(goals: Sequence[Goal]) -> tuple[Goal, ...]:
     plain = [goal for goal in goals if goal.transform.identity]
     if len(plain) < 2:
         return tuple(goals)
+    window = common_window(goals)
     lookahead = _merged([goal.lookahead for goal in plain])
     neutral_end = any(goal.neutral_end for goal in plain)
     others = (goal for goal in goals if not goal.transform.identity)
-    return (Goal(lookahead, 1.0, neutral_end=neutral_end), *others)
+    merged = Goal(lookahead, 1.0, neutral_end=neutral_end, after=window.after, window=window.until)
+    return (merged, *others)
 
 
 def _merged(lookaheads: Sequence[Lookahead]) -> Lookahead:

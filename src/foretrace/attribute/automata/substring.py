@@ -20,14 +20,7 @@ def substring_dfa(substrings: Sequence[str], token_bytes: Sequence[bytes]) -> tu
     `token_bytes` holds the bytes of every token, empty for control tokens. A substring is found
     anywhere, also within words and across tokens. The accepting states are (Q,) bool.
     """
-    patterns = [text.encode("utf-8", "surrogatepass") for text in substrings]
-    if not patterns or not all(patterns):
-        raise InvalidInputError("Pass one or more texts to search for, none of them empty.")
-    if sum(map(len, patterns)) > MAX_BYTES:
-        raise InvalidInputError(
-            f"Texts to search for may have {MAX_BYTES} bytes together. Use fewer or shorter texts."
-        )
-    byte_table = _aho_corasick(patterns)
+    byte_table = byte_automaton(substrings)
     numbers: dict[bytes, int] = {}  # of every distinct state map
     map_index = np.empty(len(token_bytes), dtype=np.int64)
     width = max(1, MAX_ENTRIES // len(byte_table))
@@ -43,6 +36,21 @@ def substring_dfa(substrings: Sequence[str], token_bytes: Sequence[bytes]) -> tu
     return minimized, accepting[representatives]
 
 
+def byte_automaton(substrings: Sequence[str]) -> NDArray[np.int32]:
+    """Build the automaton over bytes that finds any of the substrings: (S, 256).
+
+    It begins in state 0. The last state accepts, and is never left.
+    """
+    patterns = [text.encode("utf-8", "surrogatepass") for text in substrings]
+    if not patterns or not all(patterns):
+        raise InvalidInputError("Pass one or more texts to search for, none of them empty.")
+    if sum(map(len, patterns)) > MAX_BYTES:
+        raise InvalidInputError(
+            f"Texts to search for may have {MAX_BYTES} bytes together. Use fewer or shorter texts."
+        )
+    return _aho_corasick(patterns)
+
+
 def _distinct_rows(rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return the distinct rows and the index of each row among them, by hashing the rows."""
     factors = np.random.default_rng(0).integers(1, 1 << 62, rows.shape[1]) * 2 + 1
@@ -54,7 +62,7 @@ def _distinct_rows(rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[
 
 
 def _aho_corasick(patterns: Sequence[bytes]) -> NDArray[np.int32]:
-    """Build the Aho-Corasick automaton over bytes: (S, 256). The last state accepts and absorbs."""
+    """Build the Aho-Corasick automaton: (S, 256). The last state accepts and absorbs."""
     children: list[dict[int, int]] = [{}]
     accepting: set[int] = set()
     for pattern in patterns:

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.dfa import DFA
+from foretrace.attribute.automata.dfa import DFA, UNREACHABLE
 from foretrace.errors import InvalidInputError
 
 
@@ -38,6 +38,11 @@ class WeightedAutomaton:
     def min_tokens(self, vocab_size: int) -> Tensor:
         """Return the fewest tokens from each state to one with a positive final weight: (Q,)."""
         return self.dfa.min_tokens_to((self.final_weights > 0).any(0), vocab_size)
+
+    def requires_text(self, vocab_size: int) -> bool:
+        """Return whether some texts have no positive weight yet, but can still get one."""
+        min_tokens = self.min_tokens(vocab_size)
+        return bool(((min_tokens > 0) & (min_tokens < UNREACHABLE)).any())
 
     def minimized(self) -> Self | None:
         """Return the smallest equivalent automaton; None if all texts have the same weights."""

@@ -28,7 +28,7 @@ class Candidate:
     """EAP of each goal after this token: eq. (EAP).
 
     For a goal with evidence, it is the expected exponential of all rewards, divided by its mean
-    over the LM's next tokens: above 1, the token is favoured.
+    over the LM's next tokens: above 1, the token is favoured. Outside a goal's window, it is 1.
     """
     steered: float
     """Probability after steering."""
@@ -121,7 +121,7 @@ def explain(
 
 def _factor_goal(goal: Goal) -> Goal:
     """Return the goal whose factor is the EAP of a goal's lookahead, which has its strength."""
-    return Goal(goal.lookahead, 1.0, neutral_end=False)
+    return Goal(goal.lookahead, 1.0, neutral_end=False, after=goal.after, window=goal.window)
 
 
 def _eap(goal: Goal, log_eap: Tensor, lm: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ class SteeringProcessor(LogitsProcessor):
     Args:
         goals: The goals of every row, or a sequence of goals for each prompt. The latter may be
             empty: such a prompt is not steered. Several goals without a transform are one product,
-            and have one lookahead table.
+            and have one lookahead table; their windows must be the same.
         prompt_mask: Attention mask of the prompts, (prompts, T); 0 where padded.
         max_new_tokens: Tokens to generate at most. The lookahead covers what remains of them.
         ends: Tokens that end a text, in addition to the HMM's.
         observe: Called at every step with the price of every row, (rows,): the KL divergence of the
-            steered from the bare next-token distribution in nats, 0 for rows without goals. By
-            default, prices are not computed.
+            steered from the bare next-token distribution in nats, 0 for rows that are not steered.
+            By default, prices are not computed.
 
     Raises:
         InvalidInputError: The goals have different HMMs, cannot be merged, or do not fit the
@@ -112,7 +112,8 @@ class SteeringProcessor(LogitsProcessor):
         """Pass the prices of all rows on, from those of the steered rows."""
         assert self.tracker is not None
         assert self.observe is not None
-        steered = [row for row, state in enumerate(self.tracker.states) if state is not None]
+        states = enumerate(self.tracker.states)
+        steered = [row for row, state in states if state is not None and state.is_steered]
         all_prices = prices.new_zeros(len(self.tracker.states))
         all_prices[steered] = prices
         self.observe(all_prices)
