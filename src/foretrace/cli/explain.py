@@ -31,6 +31,8 @@ def explain(
     level: goal_options.Levels = None,
     strength: goal_options.Strengths = None,
     transform: goal_options.Transforms = None,
+    after: goal_options.After = None,
+    window: goal_options.Window = None,
     candidates: Annotated[
         int, typer.Option(min=1, help="Number of candidate tokens per position.")
     ] = 5,
@@ -56,7 +58,15 @@ def explain(
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     goals = goal_options.load_goals(
-        loaded_hmm, tokenizer, attributes, goal, settings, horizon, merged=False
+        loaded_hmm,
+        tokenizer,
+        attributes,
+        goal,
+        settings,
+        horizon,
+        after=after,
+        window=window,
+        merged=False,
     )
     if text is None:
         sampling = goal_options.sampling_options(temperature, top_p)

@@ -40,6 +40,8 @@ def generate(
     level: goal_options.Levels = None,
     strength: goal_options.Strengths = None,
     transform: goal_options.Transforms = None,
+    after: goal_options.After = None,
+    window: goal_options.Window = None,
     compare: Annotated[
         bool, typer.Option(help="Print unsteered and steered texts side by side.")
     ] = False,
@@ -78,6 +80,8 @@ def generate(
         horizon,
         must_contain,
         must_not_contain,
+        after=after,
+        window=window,
     )
     sampling = goal_options.sampling_options(temperature, top_p)
     generator = TextGenerator(lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens})

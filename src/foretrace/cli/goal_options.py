@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -82,6 +82,21 @@ NeutralEnd = Annotated[
     typer.Option(
         help="Keep the LM's probability of the end-of-text token, so that texts do not end early "
         "to meet a goal."
+    ),
+]
+After = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Steer only after this text occurs in the continuation, such as '</think>'.",
+    ),
+]
+Window = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS|TEXT",
+        help="Stop steering after so many tokens, or at this text.",
+        show_default="the end of the text",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
@@ -197,12 +212,14 @@ def load_goals(
     must_contain: list[str] | None = None,
     must_not_contain: list[str] | None = None,
     *,
+    after: str | None = None,
+    window: str | None = None,
     merged: bool = True,
 ) -> LoadedGoals:
     """Build one goal for all expressions and constraints, or one for each of them.
 
     There is one for each if `merged` is false, and for transforms. The constraints are not
-    transformed, unless there are no expressions.
+    transformed, unless there are no expressions. A window of digits is a number of tokens.
     """
     from foretrace.attribute import AttributeStore, LogitAffine, parse
     from foretrace.engines.token_bytes import TokenBytes
@@ -218,6 +235,12 @@ def load_goals(
     def mention(operand: "Mention") -> "Attribute":
         return token_bytes(tokenizer).mentions(operand.texts)
 
+    options: dict[str, Any] = {"neutral_end": settings.neutral_end}
+    if after is not None:
+        options["after"] = token_bytes(tokenizer).marker(after)
+    if window is not None:
+        is_count = window.isascii() and window.isdigit()
+        options["window"] = int(window) if is_count else token_bytes(tokenizer).marker(window)
     parsed = [parse(text) for text in expressions]
     _require_attributes(store, parsed)
     strengths = list(settings.strengths)
@@ -234,7 +257,7 @@ def load_goals(
                 Lookahead(hmm, attribute, horizon),
                 1.0,
                 transform=transform,
-                neutral_end=settings.neutral_end,
+                **options,
             )
             for attribute, transform in zip(attributes, transforms, strict=True)
         ]
@@ -248,7 +271,7 @@ def load_goals(
         Goal(
             Lookahead(hmm, conjunction(group, store, mention, hmm), horizon),
             1.0,
-            neutral_end=settings.neutral_end,
+            **options,
         )
         for group in groups
     ]

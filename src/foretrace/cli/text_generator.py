@@ -17,7 +17,7 @@ class Generation:
 
     text: str
     probability: tuple[float, ...] = ()
-    """The probability of the attribute of each goal."""
+    """The probability of the attribute of each goal; empty if the goals' window has not begun."""
     price: float | None = None
     """The mean price of steering, in nats per token; None for an unsteered text."""
     prompt_ids: Sequence[int] = ()
@@ -79,20 +79,29 @@ class TextGenerator:
             logits_processor=[processor],
             **self.options,
         )
-        without_end = [[token for token in row if token not in ends] for row in rows]
-        # (goals, prompts)
-        probabilities = [one.probability(without_end) for one in self.goals.attributes]
         by_row = torch.stack(prices, 1).tolist() if prices else [[]] * len(rows)
         return [
             Generation(
                 decode_after(self.tokenizer, prompt_ids, token_ids),
-                tuple(float(by_goal[row]) for by_goal in probabilities),
+                self._probabilities(prompt_ids, token_ids, ends),
                 sum(by_row[row][: len(token_ids)]) / len(token_ids) if steered else None,
                 prompt_ids,
                 token_ids,
             )
             for row, (prompt_ids, token_ids) in enumerate(zip(encoded, rows, strict=True))
         ]
+
+    def _probabilities(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], ends: Sequence[int]
+    ) -> tuple[float, ...]:
+        """Return the probability of each attribute in the part of the text that goals are about."""
+        from foretrace.steering.goal import common_window
+
+        window = common_window(self.goals.goals).read(prompt_ids, token_ids)
+        if window.begin is None:
+            return ()
+        tokens = [token for token in window.select(list(token_ids)) if token not in ends]
+        return tuple(float(one.probability([tokens])[0]) for one in self.goals.attributes)
 
 
 class _TextStreamer:

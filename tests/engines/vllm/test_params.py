@@ -73,6 +73,13 @@ def test_with_transforms_every_goal_is_one_of_its_own() -> None:
     assert alone.transform == LogitAffine(1.5, 0)
 
 
+def test_a_window_is_a_number_of_tokens_or_a_marker() -> None:
+    params = _read(goal="a", after="</think>", window=64.0)
+    assert (params.after, params.window, params.markers) == ("</think>", 64, ("</think>",))
+    assert _read(goal="a", window="64").window == "64"
+    assert _read(goal="a").markers == ()
+
+
 def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
     params = _read(must_contain=["a", "b"], must_not_contain="c", strength=3)
     (goal,) = params.goals
@@ -127,6 +134,16 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
         ({"goal": "a", "horizon": 2.5}, "whole number"),
         ({"goal": "a", "neutral_end": "perhaps"}, "true or false"),
         ({"goal": "a", "neutral_end": [1]}, "true or false"),
+        ({"after": "</think>"}, "after is given without a goal"),
+        ({"goal": "a", "after": ""}, "after must be a text such as </think>"),
+        ({"goal": "a", "after": 3}, "after must be a text"),
+        ({"goal": "a", "after": ["b"]}, "after must be a text"),
+        ({"goal": "a", "after": "\ud800"}, "after must be a text"),
+        ({"goal": "a", "after": "a" * 300}, "after may have 200 bytes"),
+        ({"goal": "a", "window": 0}, "window must be a number from 1"),
+        ({"goal": "a", "window": True}, "window must be a number from 1"),
+        ({"goal": "a", "window": 2.5}, "whole number"),
+        ({"goal": "a", "window": ""}, "window must be a text"),
         ({"must_contain": ""}, "must be a text"),
         ({"must_contain": []}, "must be a text"),
         ({"must_not_contain": ["a", 3]}, "must be a text"),
@@ -183,6 +200,8 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
         "neutral_end": st.one_of(st.booleans(), VALUES),
         "must_contain": VALUES,
         "must_not_contain": VALUES,
+        "after": VALUES,
+        "window": st.one_of(numbers, VALUES),
     }
     return st.fixed_dictionaries({}, optional=optional)
 

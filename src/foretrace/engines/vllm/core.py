@@ -112,6 +112,7 @@ class SteeringCore:
             )
         self.cache = open_table_cache(device, prometheus.observe_cache)
         _check_model(vllm_config, self.cache.hmm)
+        self.cache.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.steering = BatchSteering(self.cache.hmm)
         self.price_meter = prometheus.PriceMeter()

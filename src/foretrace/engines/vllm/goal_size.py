@@ -10,9 +10,9 @@ import torch
 
 from foretrace.attribute import Attribute, AttributeConfig
 from foretrace.attribute.evidence import Evidence
-from foretrace.engines.vllm.params import GoalParams
+from foretrace.engines.vllm.params import GoalParams, SteeringParams
 from foretrace.errors import InvalidInputError
-from foretrace.steering.request import require_single_constraint
+from foretrace.steering.request import require_no_text, require_single_constraint
 
 MAX_TERMS = 16  # of all goals of a request: each costs a table, and its share of every step
 MAX_STATES, MAX_TABLES = 64, 256  # of a goal's automaton, and of that times the goal's terms
@@ -25,26 +25,39 @@ class GoalSize(NamedTuple):
     min_tokens: int | None
     """Tokens that the shortest text with the attribute has; None if no text is required."""
     has_evidence: bool
+    requires_text: bool = False
+    """Whether a text can lack what is required, and get it with more tokens."""
 
     @classmethod
     def from_attribute(cls, attribute: Attribute, vocab_size: int) -> Self:
         """Return the size of a goal from its attribute, over a vocabulary of so many tokens."""
         terms, automaton = attribute.terms, attribute.terms.automaton
         min_tokens = None if automaton is None else int(automaton.min_tokens(vocab_size)[0])
-        return cls(len(terms), min_tokens, bool(attribute.evidence))
+        requires_text = automaton is not None and automaton.requires_text(vocab_size)
+        return cls(len(terms), min_tokens, bool(attribute.evidence), requires_text)
 
 
-def check_sizes(goals: Sequence[GoalParams], sizes: Sequence[GoalSize], limit: int | None) -> None:
-    """Raise if goals have too many terms, too few tokens to be met, or transforms of evidence."""
+def check_sizes(params: SteeringParams, sizes: Sequence[GoalSize], limit: int | None) -> None:
+    """Raise if goals have too many terms, too few tokens to be met, or transforms of evidence.
+
+    Args:
+        params: The goals of a request.
+        sizes: The size of each goal.
+        limit: The maximum number of tokens of the text.
+    """
     _require_few_terms(sum(size.terms for size in sizes))
-    for goal, size in zip(goals, sizes, strict=True):
+    for goal, size in zip(params.goals, sizes, strict=True):
         _require_transformable(goal, size.has_evidence)
+    if isinstance(params.window, str):
+        require_no_text(any(size.requires_text for size in sizes))
+    elif params.window is not None:
+        limit = params.window if limit is None else min(limit, params.window)
     required = [size.min_tokens for size in sizes if size.min_tokens is not None]
     require_single_constraint(len(required))
     if limit is not None and required and required[0] > limit:
         raise InvalidInputError(
             f"The required texts take {required[0]} tokens at least, but the text may have "
-            f"{limit}. Raise max_tokens."
+            f"{limit}. Raise max_tokens, or the window."
         )
 
 

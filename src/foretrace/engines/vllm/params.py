@@ -23,6 +23,8 @@ KEYS = (
     "transform",
     "horizon",
     "neutral_end",
+    "after",
+    "window",
     "shift",
 )
 CONSTRAINTS = ("must_contain", "must_not_contain")
@@ -69,6 +71,15 @@ class SteeringParams:
     goals: tuple[GoalParams, ...]
     horizon: int | None = None
     neutral_end: bool = True
+    after: str | None = None
+    """The marker after which the goals begin."""
+    window: int | str | None = None
+    """How many tokens the goals are about, or the marker with which they end."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return the markers at which the goals begin and end."""
+        return tuple(text for text in (self.after, self.window) if isinstance(text, str))
 
 
 def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
@@ -77,7 +88,8 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     Args:
         extra_args: `goal` is an expression or a list of expressions. `strength` is a number for all
             goals, or a list with one for each. `level` is a name. `transform` is a scale and a
-            shift for all goals, or a list of them with one pair for each.
+            shift for all goals, or a list of them with one pair for each. `after` is a text, and
+            `window` is a number of tokens or a text.
 
     Returns:
         The parameters, or None if the request is not steered.
@@ -106,8 +118,13 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     required = constraint(*(_texts(args, key) for key in CONSTRAINTS)) if constraints else None
     goals = _goals(args, expressions, required)
     _check_mentions(goals)
-    neutral_end = _flag(args.get("neutral_end", True))
-    return SteeringParams(goals, _horizon(args.get("horizon")), neutral_end)
+    return SteeringParams(
+        goals,
+        _horizon(args.get("horizon")),
+        _flag(args.get("neutral_end", True)),
+        _marker("after", args["after"]) if "after" in args else None,
+        _window(args["window"]) if "window" in args else None,
+    )
 
 
 def _check_combination(args: Mapping[str, Any]) -> None:
@@ -196,7 +213,7 @@ def _check_mentions(goals: Sequence[GoalParams]) -> None:
     require_single_constraint(len(mentions))
     texts = [text for goal in mentions for mention in goal for text in mention.texts]
     size = len("".join(texts).encode("utf-8", "replace"))
-    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+    if any(map(_has_surrogates, texts)):
         raise InvalidInputError(
             "A required or forbidden text has surrogates, which are no characters."
         )
@@ -205,6 +222,10 @@ def _check_mentions(goals: Sequence[GoalParams]) -> None:
             f"A request has at most {MAX_TEXTS} required or forbidden texts, of {MAX_BYTES} bytes "
             f"together."
         )
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -280,6 +301,23 @@ def _horizon(value: Any) -> int | None:
     number = _number("horizon", value, 1e6)
     if number < 0 or number != int(number):
         raise InvalidInputError(f"horizon must be a whole number of tokens, not {number:g}.")
+    return int(number)
+
+
+def _marker(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or _has_surrogates(value):
+        raise InvalidInputError(f"{key} must be a text such as </think>, not {str(value)[:40]!r}.")
+    if len(value.encode()) > MAX_BYTES:
+        raise InvalidInputError(f"{key} may have {MAX_BYTES} bytes. Use a shorter text.")
+    return value
+
+
+def _window(value: Any) -> int | str:
+    if isinstance(value, str):
+        return _marker("window", value)
+    number = _number("window", value, 1e6, 1.0)
+    if number != int(number):
+        raise InvalidInputError(f"window must be a whole number of tokens, not {number:g}.")
     return int(number)
 
 

@@ -24,7 +24,7 @@ from foretrace.engines.vllm.params import GoalParams, SteeringParams
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from foretrace.steering import Goal, Marker
 from foretrace.steering.conjunction import conjunction
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 VERSION = 3  # of the tables: others are not read
 MAX_REMEMBERED = 4_096  # entries of the small caches below
 MAX_ATTRIBUTES = 256  # in memory of the process that builds: a level's strength is found once
+MAX_MARKERS = 64  # in memory
 MAX_COMPARED = 500  # names, when a name is misspelt
 
 
@@ -73,6 +74,7 @@ class TableCache:
         self._load_token_bytes = (
             None if load_token_bytes is None else cache(_once(load_token_bytes))
         )
+        self._marker = lru_cache(MAX_MARKERS)(self._make_marker)
         self._size = lru_cache(MAX_REMEMBERED)(self._read_size)
         self._attribute = lru_cache(MAX_ATTRIBUTES)(self._read_attribute)
         self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
@@ -129,7 +131,9 @@ class TableCache:
             require_small(params.goals, self._load)
         for i in missing:
             self._build_once(keys[i], params.goals[i])
-        check_sizes(params.goals, [self._size(key) for key in keys], limit)
+        check_sizes(params, [self._size(key) for key in keys], limit)
+        for text in params.markers:
+            self._marker(text)
         return keys
 
     def has_constraint(self, keys: Sequence[str]) -> bool:
@@ -149,12 +153,18 @@ class TableCache:
             keys: The keys that `admit` returned for the request.
             build: Whether to build a table that was evicted meanwhile, or to raise.
         """
+        after, window = (
+            self._marker(value) if isinstance(value, str) else value
+            for value in (params.after, params.window)
+        )
         return tuple(
             Goal(
                 self._lookahead(key, goal, build),
                 strength=1.0,  # the strengths are inside the lookahead
                 transform=goal.transform,
                 neutral_end=params.neutral_end,
+                after=after,
+                window=window,
             )
             for key, goal in zip(keys, params.goals, strict=True)
         )
@@ -250,12 +260,15 @@ class TableCache:
     def _mention(self, mention: Mention) -> Attribute:
         return self._token_bytes().mentions(mention.texts)
 
+    def _make_marker(self, text: str) -> Marker:
+        return self._token_bytes().marker(text)
+
     def _token_bytes(self) -> TokenBytes:
         """Return the bytes of each token; the first call loads the tokenizer."""
         if self._load_token_bytes is None:
             raise InvalidInputError(
-                "Required and forbidden texts need the tokenizer, which this server does not know. "
-                "Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
+                "Required and forbidden texts and markers need the tokenizer, which this server "
+                "does not know. Start it with `foretrace serve`, or set FORETRACE_SERVE_TOKENIZER."
             )
         loaded = self._load_token_bytes()
         if isinstance(loaded, Exception):
