@@ -78,6 +78,24 @@ def test_what_is_mentioned_is_found_in_texts() -> None:
     assert (~attribute).probability(ids).tolist() == [0.0, 1.0, 0.0, 0.0, 1.0]
 
 
+def test_markers_are_found_in_any_tokens_and_as_special_ones() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("</think>", special=False)])
+    text = tokenizer("the </think> naïve<end>").input_ids
+    for marker, last in (("</think>", "</think>"), ("<end>", "<end>"), ("naïve<e", "<end>")):
+        found = ft.marker(marker, tokenizer)
+        states = [0]
+        for token in text:
+            states.append(found.step(states[-1], token))
+        position = text.index(tokenizer.convert_tokens_to_ids(last))
+        assert [found.is_found(state) for state in states].index(True) == position + 1
+    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "</think>"]
+    assert ft.marker("</think>", tokenizer).ends(spelled)
+    assert ft.marker("a", tokenizer) == ft.marker("a", tokenizer) != ft.marker("b", tokenizer)
+    with pytest.raises(InvalidInputError, match="none of them empty"):
+        ft.marker("", tokenizer)
+
+
 def test_another_kind_of_tokenizer_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="byte-level or SentencePiece"):
         decode_vocabulary(word_tokenizer())
