@@ -25,6 +25,7 @@ from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.steering.conjunction import conjunction
+from foretrace.steering.window import Window
 from random_attributes import write_random
 from server import RealServer, ask_all, completion, serving, steered
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
@@ -105,6 +106,7 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
         {"goal": 'a0 & mentions("refund") & ~mentions(" a", "of")', "strength": 2},
         {"goal": "a2", "strength": 1, "must_contain": ["no", "yes"], "must_not_contain": "and"},
         {"must_not_contain": " the"},
+        {"goal": "a1", "strength": 3, "after": " ", "window": 3},
         None,
     ]
     texts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
@@ -149,8 +151,19 @@ def _goals(
             goal.operands, loaded, lambda each: ft.mentions(each.texts, tokenizer), hmm
         )
         lookahead = ft.Lookahead(hmm, attribute, horizon)
+        after, window = (
+            ft.marker(value, tokenizer) if isinstance(value, str) else value
+            for value in (asked.after, asked.window)
+        )
         goals.append(
-            ft.Goal(lookahead, 1.0, transform=goal.transform, neutral_end=asked.neutral_end)
+            ft.Goal(
+                lookahead,
+                1.0,
+                transform=goal.transform,
+                neutral_end=asked.neutral_end,
+                after=after,
+                window=window,
+            )
         )
     return goals
 
@@ -195,6 +208,35 @@ def test_plain_requests_are_untouched(real: tuple[str, Path], smollm2: Path) -> 
             for step, token in zip(own.outputs[0].logprobs, own.outputs[0].token_ids, strict=True)
         ]
         assert ours == theirs
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
+def test_everything_before_a_marker_is_as_bare(
+    real: tuple[str, Path], smollm2: Path, sampling: dict[str, Any]
+) -> None:
+    """Token for token, and bit for bit in the log-probabilities that vLLM reports."""
+    from transformers import AutoTokenizer
+
+    address, _ = real
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    changed = 0
+    for words in BEGINNINGS.read_text("utf-8").splitlines()[:5]:
+        request = completion(words, max_tokens=24, logprobs=1) | sampling
+        (bare,) = ask_all(address, [request])
+        marker = tokenizer.decode(_tokens(bare)[6])
+        goal = {"goal": "a0", "strength": 20, "after": marker}
+        (answer,) = ask_all(
+            address, [completion(words, goal, max_tokens=24, logprobs=1) | sampling]
+        )
+        begin = Window(ft.marker(marker, tokenizer)).read([], _tokens(bare)).begin
+        assert begin is not None
+        assert _tokens(answer)[:begin] == _tokens(bare)[:begin]
+        steered_logprobs, bare_logprobs = (
+            one.choices[0].logprobs.token_logprobs[:begin] for one in (answer, bare)
+        )
+        assert steered_logprobs == bare_logprobs
+        changed += _tokens(answer) != _tokens(bare)
+    assert changed > 2
 
 
 def test_what_cannot_be_steered_toward_is_refused(real: tuple[str, Path]) -> None:
