@@ -151,10 +151,8 @@ def _goals(
             goal.operands, loaded, lambda each: ft.mentions(each.texts, tokenizer), hmm
         )
         lookahead = ft.Lookahead(hmm, attribute, horizon)
-        after, window = (
-            ft.marker(value, tokenizer) if isinstance(value, str) else value
-            for value in (asked.after, asked.window)
-        )
+        after = None if asked.after is None else ft.marker(asked.after, tokenizer)
+        assert not isinstance(asked.window, str)
         goals.append(
             ft.Goal(
                 lookahead,
@@ -162,7 +160,7 @@ def _goals(
                 transform=goal.transform,
                 neutral_end=asked.neutral_end,
                 after=after,
-                window=window,
+                window=asked.window,
             )
         )
     return goals
@@ -223,7 +221,7 @@ def test_everything_before_a_marker_is_as_bare(
     for words in BEGINNINGS.read_text("utf-8").splitlines()[:5]:
         request = completion(words, max_tokens=24, logprobs=1) | sampling
         (bare,) = ask_all(address, [request])
-        marker = tokenizer.decode(_tokens(bare)[6])
+        marker = str(tokenizer.decode(_tokens(bare)[6]))
         goal = {"goal": "a0", "strength": 20, "after": marker}
         (answer,) = ask_all(
             address, [completion(words, goal, max_tokens=24, logprobs=1) | sampling]

@@ -153,10 +153,8 @@ class TableCache:
             keys: The keys that `admit` returned for the request.
             build: Whether to build a table that was evicted meanwhile, or to raise.
         """
-        after, window = (
-            self._marker(value) if isinstance(value, str) else value
-            for value in (params.after, params.window)
-        )
+        after = None if params.after is None else self._marker(params.after)
+        window = params.window
         return tuple(
             Goal(
                 self._lookahead(key, goal, build),
@@ -164,7 +162,7 @@ class TableCache:
                 transform=goal.transform,
                 neutral_end=params.neutral_end,
                 after=after,
-                window=window,
+                window=self._marker(window) if isinstance(window, str) else window,
             )
             for key, goal in zip(keys, params.goals, strict=True)
         )
