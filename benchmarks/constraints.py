@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 
 import foretrace as ft
 from decode import EXAMPLE, HORIZON, PROMPT, Timed, random_goal
-from foretrace.evaluate.perplexity import mean_nll
+from foretrace.evaluate.generations import encode_with_bos
+from foretrace.evaluate.perplexity import token_nll
 from harness import Report, options, paired
 from smollm2 import find_smollm2
 
@@ -87,8 +88,9 @@ def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -
         met = [MUST in text and not any(word in text for word in MUST_NOT) for text in texts]
         target = None if scale is None else 1.0
         report.add(f"{name}: share that keeps to it", fmean(met), "", at_least=target)
-        nats = mean_nll(lm, tokenizer, prompts, [[text] for text in texts], bos_token_id=0)
-        perplexities = [exp(row[0]) for row in nats if row[0] is not None]
+        encode = partial(encode_with_bos, tokenizer, bos_token_id=0)
+        nats = token_nll(lm, encode, prompts, [[text] for text in texts])
+        perplexities = [exp(fmean(row[0])) for row in nats if row[0]]
         report.add(f"{name}: perplexity", fmean(perplexities), "")
         if scale is not None:
             position = fmean(text.index(MUST) / len(text) for text in texts)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from foretrace.attribute import Attribute
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate import generations
-from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
+from foretrace.evaluate.generations import (
+    ContinuationGenerator,
+    Method,
+    Sampling,
+    encode_with_bos,
+    render_chat,
+)
 from foretrace.evaluate.linear_judge import LinearJudge
-from foretrace.evaluate.perplexity import mean_nll
+from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.scoring import Scorer
-from foretrace.evaluate.suite import load_suite
+from foretrace.evaluate.suite import add_rival_hmm, load_suite
 from foretrace.hmm import HMM
 from tiny_lm import tiny_hmm, word_tokenizer
 
@@ -72,6 +79,30 @@ METHODS = [
     "no lookahead",
     "best of 2",
 ]
+
+
+CHAT_SUITE = """
+extends: {base}
+chat: true
+template: "w9 {{prompt}}"
+max_new_tokens: 70
+continuations: 3
+rival: null
+methods:
+  bare: {{}}
+  prompting: {{instruction: "w1 w2 {{author}}"}}
+  level: {{goals: low, level: strong}}
+judges:
+  high:
+    figures: [mean]
+    train: {{file: scored.jsonl}}
+    label: high
+    judged: "1"
+"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}w60 {% else %}w61 {% endif %}"
+    "{{ message.content }} {% endfor %}{% if add_generation_prompt %}w62{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +186,73 @@ def test_every_method_has_every_metric(done: tuple[Path, dict[str, Any]]) -> Non
     assert results["methods"]["bare"]["cost"] == 1
     assert results["judges"]["high"]["auc at 0.5"] > 0.9
     assert results["judges"]["high"]["false alarms"] < 0.2
+
+
+@pytest.fixture(scope="module")
+def chats(
+    data: Path, lm: Any, hmm: HMM, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A suite of chats with texts of two blocks, and another HMM at equal price."""
+    out = tmp_path_factory.mktemp("chats")
+    other = tiny_hmm(word_tokenizer(), states=4)
+    other.save_pretrained(out / "small")
+    (data / "chat.yaml").write_text(CHAT_SUITE.format(base=data / "mine.yaml"))
+    suite = add_rival_hmm(load_suite(data / "chat.yaml"), str(out / "small"))
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    return out, evaluate(suite, lm, tokenizer, hmm, EvaluationConfig(data, out, rows=16))
+
+
+def test_chats_go_through_the_template(chats: tuple[Path, dict[str, Any]], lm: Any) -> None:
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    assert render_chat(tokenizer, "w9 w1") == "w61 w9 w1 w62"
+    assert render_chat(tokenizer, "w9 w1", "w1 w2") == "w60 w1 w2 w61 w9 w1 w62"
+    generator = ContinuationGenerator(lm, tokenizer, Sampling(), [0], bos_token_id=0, chat=True)
+    assert generator.encode(["w61 w9 w1 w62"]) == [[62, 10, 2, 63]]  # no token is prepended
+    with pytest.raises(InvalidInputError, match="Use a chat model"):
+        render_chat(word_tokenizer(), "w1")
+
+
+def test_every_block_has_its_figures(chats: tuple[Path, dict[str, Any]]) -> None:
+    out, results = chats
+    names = ["high, mean", "perplexity", "dist-3", "repetition", "reached"]
+    for name, method in results["methods"].items():
+        figures, blocks = method["figures"], method["blocks"]
+        assert [list(block) for block in blocks] == [names, names]
+        assert blocks[0]["reached"]["value"] == pytest.approx(1 - figures["blank"]["value"])
+        assert blocks[1]["reached"]["value"] <= blocks[0]["reached"]["value"]
+        assert figures["ended early"]["value"] == pytest.approx(
+            1 - _share_of_length(out, name, 70), abs=1e-9
+        )
+        assert figures["tokens"]["value"] <= 70
+        if name == "bare":
+            ratios = [figure["ratio"][0] for block in blocks for figure in block.values()]
+            assert [ratio for ratio in ratios if ratio is not None] == pytest.approx(
+                [1.0] * sum(ratio is not None for ratio in ratios)
+            )
+    report = write_report(results, out).read_text()
+    assert "| level | 65 to 70 | " in report
+    assert "| level, small | level | " in report.split("## At equal price")[1]
+
+
+def _share_of_length(out: Path, method: str, length: int) -> float:
+    """Return the share of a method's texts that have so many tokens."""
+    lines = (out / "generations" / f"{method}.jsonl").read_text().splitlines()[1:]
+    counts = [count for line in lines for count in json.loads(line)["tokens"]]
+    return counts.count(length) / len(counts)
+
+
+def test_another_hmm_steers_at_the_same_price(chats: tuple[Path, dict[str, Any]]) -> None:
+    _, results = chats
+    assert list(results["methods"]) == ["bare", "prompting", "level", "level, small"]
+    ours, theirs = (results["methods"][name]["figures"] for name in ("level", "level, small"))
+    assert theirs["price"]["value"] == pytest.approx(ours["price"]["value"], rel=0.4)
+    assert theirs["high, mean"]["value"] != ours["high, mean"]["value"]
+    (comparison,) = results["at equal price"]
+    assert (comparison["method"], comparison["matched"]) == ("level, small", "level")
+    value, low, high = comparison["figures"]["high, mean"]["difference"]
+    assert low <= value <= high
+    expected = theirs["high, mean"]["value"] - ours["high, mean"]["value"]
+    assert value == pytest.approx(expected)
 
 
 def test_steering_changes_the_judged_attribute(done: tuple[Path, dict[str, Any]]) -> None:
@@ -263,19 +361,20 @@ def test_judge_train_command(
     assert "3 classes" in capsys.readouterr().out
 
 
-def test_mean_nll_is_over_the_continuation_alone(lm: Any) -> None:
+def test_token_nll_is_of_the_continuation_alone(lm: Any) -> None:
     """The loss does not depend on padding or the batch; a blank continuation has none."""
     tokenizer = word_tokenizer()
     prompts, texts = ["w1 w2 w3", "w4"], [[" w5 w6", ""], [" w7"]]
-    losses = mean_nll(lm, tokenizer, prompts, texts, bos_token_id=0)
+    encode = partial(encode_with_bos, tokenizer, bos_token_id=0)
+    losses = token_nll(lm, encode, prompts, texts)
     ids = torch.tensor([[0, *tokenizer("w1 w2 w3 w5 w6").input_ids]])
     with torch.inference_mode():
         nats = -lm(ids).logits[0].log_softmax(-1)
-    mean = float(nats[3, ids[0, 4]] + nats[4, ids[0, 5]]) / 2
-    assert losses[0][0] == pytest.approx(mean, abs=1e-4)
-    assert losses[0][1] is None
-    alone = mean_nll(lm, tokenizer, ["w4"], [[" w7"]], bos_token_id=0)
-    assert losses[1] == pytest.approx(alone[0])
+    expected = [float(nats[3, ids[0, 4]]), float(nats[4, ids[0, 5]])]
+    assert losses[0][0] == pytest.approx(expected, abs=1e-4)
+    assert losses[0][1] == []
+    alone = token_nll(lm, encode, ["w4"], [[" w7"]])
+    assert losses[1][0] == pytest.approx(alone[0][0])
 
 
 def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> None:

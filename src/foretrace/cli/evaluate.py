@@ -30,6 +30,10 @@ def evaluate(
     method: Annotated[
         list[str] | None, typer.Option(help="Run only this method and the baseline; repeatable.")
     ] = None,
+    rival_hmm: Annotated[
+        str | None,
+        typer.Option(help="Another HMM: methods also run with it, at the same price."),
+    ] = None,
     encoder: Annotated[
         str | None, typer.Option(help="The sentence-transformers encoder of trained judges.")
     ] = None,
@@ -48,9 +52,11 @@ def evaluate(
     from foretrace.evaluate.report import write_report
     from foretrace.evaluate.run import EvaluationConfig
     from foretrace.evaluate.run import evaluate as run
-    from foretrace.evaluate.suite import load_suite
+    from foretrace.evaluate.suite import add_rival_hmm, load_suite
 
     loaded_suite = load_suite(suite)
+    if rival_hmm is not None:
+        loaded_suite = add_rival_hmm(loaded_suite, rival_hmm)
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     config = EvaluationConfig(

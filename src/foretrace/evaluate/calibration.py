@@ -13,7 +13,7 @@ from foretrace import _io
 from foretrace.attribute import Attribute, parse
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
-from foretrace.evaluate.generations import ContinuationGenerator, encode_with_bos
+from foretrace.evaluate.generations import ContinuationGenerator
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     Row,
@@ -79,11 +79,11 @@ def calibrate(
     if not any(suite.methods[name].used_level for name in methods):
         return Calibrated({}, {})
     rows, column = read_calibration_prompts(suite, data)
-    calibration_builder = MethodBuilder(builder.hmm, builder.store, rows, column)
-    inputs = calibration_builder.fill(suite.template)
+    calibration_builder = builder.with_prompts(rows, column)
+    inputs = calibration_builder.inputs()
     sampling = generator.sampling
     sampler = Sampler(generator.lm, generator.ends, sampling.max_new_tokens, sampling.top_p)
-    encoded = encode_with_bos(generator.tokenizer, inputs, generator.bos_token_id)
+    encoded = generator.encode(inputs)
     settings = {
         **identities,
         "prompts": rows_identity([{"prompt": text} for text in inputs]),
@@ -271,16 +271,18 @@ class StrengthSearch:
         return attributes[key]
 
     def _goal(self, attribute: Attribute, strength: float) -> Goal:
-        horizon = self.meter.sampler.max_new_tokens
+        # As far as methods look ahead by default; farther is slower, and no method would use it.
+        horizon = min(MethodPlan.horizon, self.meter.sampler.max_new_tokens)
         return Goal(Lookahead(self.builder.hmm, attribute**strength, horizon), strength=1.0)
 
     def _price(self, plan: MethodPlan, factor: float = 1.0) -> float:
         return self.meter.price(self.builder.goals(plan, factor))
 
     def _key(self, plan: MethodPlan) -> str:
-        """Return a checksum of a method's goals on the calibration prompts."""
+        """Return a checksum of a method's goals on the calibration prompts, and of its HMM."""
         goals = self.builder.goals(plan)
-        return rows_identity([{"goals": [goal_identity(one) for one in row]} for row in goals])
+        key = rows_identity([{"goals": [goal_identity(one) for one in row]} for row in goals])
+        return key if plan.hmm is None else f"{key} {self.builder.hmm_of(plan).identity()}"
 
     def _used_levels(self, methods: Iterable[str], prompts: Sequence[Row]) -> dict[str, set[str]]:
         """Return the levels that methods use of each attribute."""

@@ -17,7 +17,7 @@ from foretrace.engines.transformers import (
     encode_prompts,
 )
 from foretrace.engines.transformers.sampler import Drawn, Sampler
-from foretrace.errors import InvalidFileError
+from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.steering import Goal
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class ContinuationGenerator:
         ends: The ids of the tokens that end a text.
         bos_token_id: The token that is prepended to every prompt, as in the HMM's training data; if
             None, the tokenizer's special tokens are added.
+        chat: Whether prompts come from `render_chat`: then no token is prepended.
 
     Example:
         >>> from foretrace.evaluate.generations import Method, Sampling, ContinuationGenerator
@@ -122,6 +123,23 @@ class ContinuationGenerator:
     sampling: Sampling
     ends: Sequence[int]
     bos_token_id: int | None = None
+    chat: bool = False
+
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Tokenize prompts.
+
+        Args:
+            prompts: The prompts.
+
+        Returns:
+            The token ids of each prompt.
+        """
+        if self.chat:  # the template has written the special tokens
+            encoded: list[list[int]] = self.tokenizer(
+                list(prompts), add_special_tokens=False
+            ).input_ids
+            return encoded
+        return encode_with_bos(self.tokenizer, prompts, self.bos_token_id)
 
     def generate(
         self,
@@ -200,7 +218,7 @@ class ContinuationGenerator:
     ) -> list[Generation]:
         """Continue the prompts with the given indices."""
         torch.manual_seed(_batch_seed(self.sampling.seed, indices[0]))
-        encoded = encode_with_bos(self.tokenizer, inputs, self.bos_token_id)
+        encoded = self.encode(inputs)
         sampling = self.sampling
         sampler = Sampler(self.lm, self.ends, sampling.max_new_tokens, sampling.top_p)
         goals = [] if method.goals is None else [method.goals[index] for index in indices]
@@ -256,6 +274,41 @@ def encode_with_bos(
         return encode_prompts(tokenizer, prompts)
     encoded = tokenizer(list(prompts), add_special_tokens=False).input_ids
     return [[bos_token_id, *ids] for ids in encoded]
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase", message: str, system: str | None = None
+) -> str:
+    """Write a conversation as a prompt, by the tokenizer's chat template.
+
+    Args:
+        tokenizer: The tokenizer of a chat model.
+        message: The user's message.
+        system: The system message; if None, the template chooses.
+
+    Returns:
+        The prompt, up to the beginning of the answer. It has all special tokens.
+
+    Raises:
+        InvalidInputError: If the tokenizer has no chat template, or the template refuses the
+            messages.
+
+    Example:
+        >>> from foretrace.evaluate.generations import render_chat
+        >>> render_chat(tokenizer, "Hello")
+        'Hello'
+    """
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": message})
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+    except Exception as error:  # a template can raise anything
+        raise InvalidInputError(
+            f"The tokenizer cannot write a conversation as a prompt ({reason(error)}). Use a chat "
+            f"model, or a suite without `chat`."
+        ) from error
 
 
 def _batch_seed(seed: int, first_index: int) -> int:

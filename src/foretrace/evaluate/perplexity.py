@@ -1,6 +1,6 @@
 """Negative log-likelihood of texts under a language model, from which perplexity follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,67 +9,74 @@ from torch import Tensor
 from foretrace.engines.transformers.padding import model_inputs, pad_left
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-BATCH = 50
+MAX_ROWS, MAX_TOKENS = 50, 2_048  # of a batch: logits of 2,048 tokens take 400 MB in SmolLM2
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""A function from texts to token ids, such as `ContinuationGenerator.encode`."""
 
 
 @torch.inference_mode()
-def mean_nll(
+def token_nll(
     model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
+    encode: Encode,
     prompts: Sequence[str],
     texts: Sequence[Sequence[str]],
     *,
-    bos_token_id: int | None = None,
     observe: Callable[[int, int], None] = lambda done, total: None,
-) -> list[list[float | None]]:
-    """Compute the mean negative log-likelihood per token of each prompt's continuations, in nats.
+) -> list[list[list[float]]]:
+    """Compute the negative log-likelihood of every token of each prompt's continuations, in nats.
 
-    A continuation without tokens has None. Prompt and continuation are tokenized together: the
-    tokens beyond the number of the prompt's tokens are those of the continuation. `bos_token_id` is
-    prepended to every prompt.
+    Prompt and continuation are encoded together: the tokens beyond the number of the prompt's
+    tokens are those of the continuation.
     """
-    start = [] if bos_token_id is None else [bos_token_id]
     pairs = [
         (prompt, text)
         for prompt, prompt_texts in zip(prompts, texts, strict=True)
         for text in prompt_texts
     ]
-    losses: list[float | None] = []
-    for first in range(0, len(pairs), BATCH):
-        batch = pairs[first : first + BATCH]
-        rows, prompt_rows = (
-            [[*start, *ids] for ids in tokenizer(strings, add_special_tokens=not start).input_ids]
-            for strings in (
-                [prompt + text for prompt, text in batch],
-                [prompt for prompt, _ in batch],
-            )
-        )
-        # The first token of a row has no prediction, so it is never scored.
-        counts = [
-            max(0, len(row) - max(1, len(prompt_row)))
-            for row, prompt_row in zip(rows, prompt_rows, strict=True)
-        ]
-        losses += _batch_nll(model, rows, counts)
-        observe(first + len(batch), len(pairs))
-    remaining = iter(losses)
+    rows = encode([prompt + text for prompt, text in pairs])
+    prompt_rows = encode([prompt for prompt, _ in pairs])
+    # The first token of a row has no prediction, so it is never scored.
+    counts = [
+        max(0, len(row) - max(1, len(prompt_row)))
+        for row, prompt_row in zip(rows, prompt_rows, strict=True)
+    ]
+    nats: list[list[float]] = []
+    for batch in _batches(counts):
+        nats += _batch_nll(model, rows[batch], counts[batch])
+        observe(batch.stop, len(pairs))
+    remaining = iter(nats)
     return [[next(remaining) for _ in prompt_texts] for prompt_texts in texts]
+
+
+def _batches(counts: Sequence[int]) -> Iterator[slice]:
+    """Yield batches of rows, whose logits fit into memory."""
+    start = 0
+    for end in range(1, len(counts) + 1):
+        size = end + 1 - start  # of the batch with the next row
+        if (
+            end == len(counts)
+            or size > MAX_ROWS
+            or size * max(counts[start : end + 1]) > MAX_TOKENS
+        ):
+            yield slice(start, end)
+            start = end
 
 
 def _batch_nll(
     model: "PreTrainedModel", rows: Sequence[Sequence[int]], counts: Sequence[int]
-) -> list[float | None]:
-    """Compute the mean loss of the last `counts` tokens of each row."""
+) -> list[list[float]]:
+    """Compute the loss of the last `counts` tokens of each row."""
     longest = max(counts)
     if not longest:
-        return [None] * len(rows)
+        return [[] for _ in rows]
     inputs = model_inputs(*pad_left(rows, 0), model.device)
     logits: Tensor = model(**inputs, logits_to_keep=longest + 1).logits[:, -longest - 1 : -1]
     targets = inputs["input_ids"][:, -longest:, None]
     # One row at a time: a float32 copy of the whole batch would be hundreds of megabytes, twice.
     return [
-        float(_token_nll(row_logits, row_targets)[longest - count :].mean()) if count else None
+        _token_nll(row_logits, row_targets)[longest - count :].tolist()
         for count, row_logits, row_targets in zip(counts, logits, targets, strict=True)
     ]
 

@@ -20,7 +20,7 @@ from foretrace.attribute import (
     word_tokens,
 )
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
-from foretrace.evaluate.generations import Method
+from foretrace.evaluate.generations import Method, render_chat
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -154,13 +154,27 @@ class MethodBuilder:
     store: AttributeStore
     prompts: Sequence[Row]
     text_column: str
+    template: str = "{prompt}"
+    """The LM's input, or in a chat the user's message."""
+    chat_tokenizer: "PreTrainedTokenizerBase | None" = None
+    """The tokenizer whose template writes chats; None if prompts are continued as they are."""
+    other_hmms: Mapping[str, HMM] = field(default_factory=dict)
+    """The HMMs that methods name."""
     _attributes: dict[str, Attribute] = field(default_factory=dict)
     _goals: dict[Any, tuple[Goal, ...]] = field(default_factory=dict)
+
+    def with_prompts(self, prompts: Sequence[Row], text_column: str) -> "MethodBuilder":
+        """Return a builder of the same methods for other prompts."""
+        return replace(self, prompts=prompts, text_column=text_column, _attributes={}, _goals={})
+
+    def hmm_of(self, plan: MethodPlan) -> HMM:
+        """Return the HMM that a method steers with."""
+        return self.hmm if plan.hmm is None else self.other_hmms[plan.hmm]
 
     def method(self, name: str, plan: MethodPlan, factor: float = 1.0) -> Method:
         """Build a method: the goals, instruction and selection attribute of every prompt."""
         goals = self.goals(plan, factor) if plan.goals else None
-        inputs = None if plan.instruction is None else self.fill(plan.instruction)
+        inputs = None if plan.instruction is None else self.inputs(plan.instruction)
         best_by = [self.attribute(plan.best_by, row) for row in self.prompts if plan.best_by]
         return Method(name, goals, inputs, plan.best_of, best_by)
 
@@ -174,6 +188,17 @@ class MethodBuilder:
                 self._goals[key] = self._build_goals(expressions, plan, factor)
             goals.append(self._goals[key])
         return goals
+
+    def inputs(self, instruction: str | None = None) -> list[str]:
+        """Return the LM's input for every prompt; an instruction is a chat's system message."""
+        if self.chat_tokenizer is None:
+            return self.fill(self.template if instruction is None else instruction)
+        messages = self.fill(self.template)
+        systems = [None] * len(messages) if instruction is None else self.fill(instruction)
+        return [
+            render_chat(self.chat_tokenizer, message, system)
+            for message, system in zip(messages, systems, strict=True)
+        ]
 
     def fill(self, template: str) -> list[str]:
         """Fill a template with every prompt and the columns of its row."""
@@ -195,10 +220,11 @@ class MethodBuilder:
         self, expressions: Sequence[str], plan: MethodPlan, factor: float
     ) -> tuple[Goal, ...]:
         """Build one goal for the conjunction of the expressions, or one for each transform."""
+        hmm = self.hmm_of(plan)
         if plan.transform is not None:
             return tuple(
                 Goal(
-                    Lookahead(self.hmm, self._attribute(expression), plan.horizon),
+                    Lookahead(hmm, self._attribute(expression), plan.horizon),
                     strength=1.0,
                     transform=LogitAffine(*transform),
                     neutral_end=plan.neutral_end,
@@ -210,6 +236,6 @@ class MethodBuilder:
             WeightedExpression(parse(expression), strength, plan.level or DEFAULT_LEVEL)
             for expression, strength in zip(expressions, strengths, strict=True)
         ]
-        attribute = conjunction(weighted, self.store, None, self.hmm)
-        lookahead = Lookahead(self.hmm, attribute, plan.horizon)
+        attribute = conjunction(weighted, self.store, None, hmm)
+        lookahead = Lookahead(hmm, attribute, plan.horizon)
         return (Goal(lookahead, strength=factor, neutral_end=plan.neutral_end),)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrace import _io
+from foretrace.evaluate.blocks import BLOCK, block_starts
 from foretrace.evaluate.plots import draw_groups, draw_trade_off
 
 Results = Mapping[str, Any]
@@ -17,6 +18,8 @@ def write_report(results: Results, folder: str | os.PathLike[str]) -> Path:
     lines = [f"# {results['suite']}", "", _introduction(results), "", *_metric_table(results), ""]
     lines += _strength_list(results)
     lines += _change_table(results)
+    lines += _equal_price_table(results)
+    lines += _block_table(results)
     lines += ["## Judges", "", *_judge_list(results)]
     if any(method["plan"]["curve"] for method in results["methods"].values()):
         image = folder / "trade-off.png"
@@ -65,6 +68,51 @@ def _change_table(results: Results) -> list[str]:
         cells = [_format_change(facts["figures"].get(name, {})) for name in names]
         lines.append(_table_row(method, *cells))
     return [*lines, ""]
+
+
+def _equal_price_table(results: Results) -> list[str]:
+    """Build the table of methods against those whose price they match."""
+    if not results["at equal price"]:
+        return []
+    names = _metric_names(results)
+    lines = ["## At equal price", "", *_table_head("method", "against", *names)]
+    for comparison in results["at equal price"]:
+        cells = [_format_change(comparison["figures"].get(name, {})) for name in names]
+        lines.append(_table_row(comparison["method"], comparison["matched"], *cells))
+    return [*lines, ""]
+
+
+def _block_table(results: Results) -> list[str]:
+    """Build the table of metrics by position, with their ratios to the baseline's."""
+    baseline, limit = results["baseline"], results["sampling"]["max_new_tokens"]
+    blocks = results["methods"][baseline]["blocks"]
+    if not blocks:
+        return []
+    lines = [
+        "## By position",
+        "",
+        f"In blocks of {BLOCK} tokens; in parentheses, the ratio to {baseline}. Perplexity is that "
+        f"of all tokens of a block, given everything before. Reached is the share of texts that "
+        f"have not ended before the block.",
+        "",
+        *_table_head("method", "tokens", *blocks[0]),
+    ]
+    for method, facts in results["methods"].items():
+        for start, block in zip(block_starts(limit), facts["blocks"], strict=True):
+            cells = [_format_ratio(figure, method == baseline) for figure in block.values()]
+            last = min(start + BLOCK, limit)
+            lines.append(_table_row(method, f"{start + 1} to {last}", *cells))
+    return [*lines, ""]
+
+
+def _format_ratio(figure: Mapping[str, Any], is_baseline: bool) -> str:
+    """Format a value with its ratio to the baseline, if it is that of another method."""
+    if is_baseline or figure["value"] is None:
+        return _format_value(figure)
+    value, low, high = figure["ratio"]
+    if low is None:
+        return f"{figure['value']:.3g}"
+    return f"{figure['value']:.3g} ({value:.2f} [{low:.2f}, {high:.2f}])"
 
 
 def _strength_list(results: Results) -> list[str]:
@@ -147,9 +195,11 @@ def _metric_names(results: Results) -> list[str]:
     return list(results["methods"][results["baseline"]]["figures"])
 
 
-def _format_value(figure: Mapping[str, float] | None) -> str:
+def _format_value(figure: Mapping[str, Any] | None) -> str:
     if figure is None or figure["value"] is None:
         return ""
+    if figure["low"] is None:
+        return f"{figure['value']:.3g}"
     return f"{figure['value']:.3g} [{figure['low']:.3g}, {figure['high']:.3g}]"
 
 

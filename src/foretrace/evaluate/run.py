@@ -7,17 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from foretrace import _io
 from foretrace.attribute import group_terms
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
+from foretrace.evaluate.blocks import (
+    describe_blocks,
+    has_blocks,
+    repetition,
+    split_losses,
+    split_texts,
+)
 from foretrace.evaluate.calibration import calibrate
-from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
+from foretrace.evaluate.generations import ContinuationGenerator, Generation, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
-from foretrace.evaluate.perplexity import mean_nll
+from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     attribute_identity,
@@ -27,11 +37,11 @@ from foretrace.evaluate.preparation import (
 )
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import METRICS, Suite
+from foretrace.hmm import HMM
+from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from foretrace.hmm import HMM
 
 Observe = Callable[[str, int, int, str], None]
 """A progress callback. Its arguments are the stage, the units done, all units, and the unit."""
@@ -73,7 +83,7 @@ def evaluate(
     suite: Suite,
     lm: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    hmm: "HMM",
+    hmm: HMM,
     config: EvaluationConfig,
     observe: Observe = lambda stage, done, total, unit: None,
 ) -> dict[str, Any]:
@@ -97,10 +107,19 @@ def evaluate(
             that were generated with other settings.
     """
     rows = _read_prompts(suite, config)
+    chosen = _chosen(suite, config.methods)
     data, out = Path(config.data), Path(config.out)
     store = fit_attributes(suite, data, out / "attributes", tokenizer)
-    builder = MethodBuilder(hmm, store, rows, suite.prompts.text)
-    prompts = builder.fill(suite.template)
+    builder = MethodBuilder(
+        hmm,
+        store,
+        rows,
+        suite.prompts.text,
+        suite.template,
+        tokenizer if suite.chat else None,
+        _load_other_hmms(suite, chosen, tokenizer, hmm),
+    )
+    prompts = builder.inputs()
     sampling = Sampling(
         continuations=config.continuations or suite.continuations,
         max_new_tokens=suite.max_new_tokens,
@@ -110,7 +129,10 @@ def evaluate(
     )
     ends = hmm.config.eos_token_ids
     stops = stop_tokens(lm.generation_config, ends)
-    generator = ContinuationGenerator(lm, tokenizer, sampling, stops, ends[0] if ends else None)
+    if suite.chat and tokenizer.eos_token_id is not None:  # the end of a turn
+        stops = stop_tokens(lm.generation_config, [*ends, tokenizer.eos_token_id])
+    bos = ends[0] if ends else None
+    generator = ContinuationGenerator(lm, tokenizer, sampling, stops, bos, suite.chat)
     scorers = {
         name: Scorer(
             name,
@@ -128,14 +150,18 @@ def evaluate(
     runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), observe)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
-    chosen = _chosen(suite, config.methods)
-    hmm_identity = hmm.identity()
-    identities = {"lm": runner.lm, "hmm": hmm_identity}
+    identities = {"lm": runner.lm, "hmm": hmm.identity()}
     calibrated = calibrate(suite, chosen, builder, generator, data, out, identities, observe)
     methods = [
         builder.method(name, suite.methods[name], calibrated.factor(name)) for name in chosen
     ]
-    inputs = {method.name: _method_inputs(method, hmm_identity, prompts) for method in methods}
+    hmm_identities = {None: identities["hmm"]} | {
+        source: other.identity() for source, other in builder.other_hmms.items()
+    }
+    inputs = {
+        method.name: _method_inputs(method, hmm_identities[suite.methods[method.name].hmm], prompts)
+        for method in methods
+    }
     measured = {method.name: runner.measure(method, inputs[method.name]) for method in methods}
     costs = runner.costs(methods, {"methods": inputs, "sampling": asdict(sampling)})
     results = {
@@ -149,11 +175,24 @@ def evaluate(
         "judges": judges,
         "calibration": calibrated._asdict(),
         "methods": _compare(measured, costs, suite),
+        "at equal price": _compare_matched(measured, suite),
         "at equal perplexity": _compare_curves(measured, suite),
     }
     plain: dict[str, Any] = _without_nan(results)
     _io.write_json(out / "results.json", plain)
     return plain
+
+
+def _load_other_hmms(
+    suite: Suite, methods: Sequence[str], tokenizer: "PreTrainedTokenizerBase", hmm: HMM
+) -> dict[str, HMM]:
+    """Load the HMMs that methods name, to the device of the evaluation's."""
+    sources = {suite.methods[name].hmm for name in methods}
+    expected = fingerprint(tokenizer.get_vocab())
+    return {
+        source: HMM.from_pretrained(source, tokenizer_fingerprint=expected).to(hmm.device)
+        for source in sorted(filter(None, sources))
+    }
 
 
 def _read_prompts(suite: Suite, config: EvaluationConfig) -> list[dict[str, Any]]:
@@ -203,10 +242,21 @@ def _method_inputs(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str
 
 @dataclass(frozen=True)
 class _MethodResult:
-    """The metrics of a method, and for each judge the mean score of every group."""
+    """The metrics of a method, as a whole and by position, and each judge's mean by group."""
 
     metrics: dict[str, Measurement]
     groups: dict[str, dict[str, float]]
+    blocks: list[dict[str, Measurement]]
+    """The metrics of every block of tokens; empty if a text has only one block."""
+
+
+class _Losses(NamedTuple):
+    """The LM's loss on texts, in nats per token."""
+
+    texts: list[list[float | None]]
+    """The mean loss of each text."""
+    blocks: list[Measurement]
+    """The mean loss in every block of tokens; empty if there is only one."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +309,15 @@ class _Runner:
                 groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
             for metric in scorer.plan.figures:
                 measurements[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
-        measurements["perplexity"] = metrics.perplexity(self._losses(name, texts))
+        losses = self._losses(name, texts)
+        measurements["perplexity"] = metrics.perplexity(losses.texts)
         if method.best_of == 1 and method.prompts is None:
             # The distribution of an instruction or of a selection is not compared with the bare.
             measurements["price"] = metrics.price(
                 [generation.prices for generation in generations],
                 [generation.tokens for generation in generations],
             )
+        measurements |= self._lengths(generations)
         measurements["words"] = metrics.words(texts)
         measurements["letters"] = metrics.letters(texts)
         measurements["repetition"] = metrics.repetition(texts)
@@ -276,26 +328,73 @@ class _Runner:
         if method.best_of == 1:  # the probability of the best of several candidates is unknown
             nats = [generation.nats for generation in generations]
             measurements["entropy"] = metrics.mean_score(nats)
-        return _MethodResult(measurements, groups)
+        return _MethodResult(measurements, groups, self._measure_blocks(name, texts, losses.blocks))
 
-    def _losses(self, name: str, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
+    def _lengths(self, generations: Sequence[Generation]) -> dict[str, Measurement]:
+        """Measure the number of tokens, and the share of texts that end before the last one."""
+        limit = self.generator.sampling.max_new_tokens
+        tokens = [generation.tokens for generation in generations]
+        return {
+            "tokens": metrics.mean_score([[float(count) for count in row] for row in tokens]),
+            "ended early": metrics.mean_score(
+                [[float(count < limit) for count in row] for row in tokens]
+            ),
+        }
+
+    def _measure_blocks(
+        self, name: str, texts: Sequence[Sequence[str]], losses: Sequence[Measurement]
+    ) -> list[dict[str, Measurement]]:
+        """Judge and measure every block of the texts; nothing if there is only one."""
+        if not losses:
+            return []
+        limit = self.generator.sampling.max_new_tokens
+        parts = split_texts(self.generator.tokenizer, texts, limit)
+        repetitions = repetition(parts)
+        blocks = []
+        for index, block in enumerate(parts):
+            self.observe(f"judge by position: {name}", index + 1, len(parts), "blocks")
+            measured: dict[str, Measurement] = {}
+            for judge, scorer in self.scorers.items():
+                scores = scorer.score(block)
+                for metric in scorer.plan.figures:
+                    measured[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
+            measured["perplexity"] = losses[index]
+            measured["dist-3"] = metrics.distinct(block, 3)
+            measured["repetition"] = repetitions[index]
+            reached = [[float(bool(part)) for part in row] for row in block]
+            measured["reached"] = metrics.mean_score(reached)
+            blocks.append(measured)
+        return blocks
+
+    def _losses(self, name: str, texts: Sequence[Sequence[str]]) -> _Losses:
         """Compute the unsteered LM's loss on the texts, or read it from the file."""
         file = self.out / "surprise" / f"{name}.json"
         inputs = json.dumps([texts, list(self.prompts), self.generator.bos_token_id, self.lm])
         key = hashlib.sha256(inputs.encode()).hexdigest()
-        if file.is_file() and (cached := _io.read_json(file)).get("texts") == key:
-            losses: list[list[float | None]] = cached["nats"]
-            return losses
-        losses = mean_nll(
-            self.generator.lm,
-            self.generator.tokenizer,
-            self.prompts,
-            texts,
-            bos_token_id=self.generator.bos_token_id,
-            observe=lambda done, total: self.observe(f"read: {name}", done, total, "texts"),
-        )
-        _io.write_json(file, {"texts": key, "nats": losses})
-        return losses
+        limit = self.generator.sampling.max_new_tokens
+        by_block = has_blocks(limit, self.generator.tokenizer)
+        cached = _io.read_json(file) if file.is_file() else {}
+        if cached.get("texts") != key or (by_block and "blocks" not in cached):
+            nats = token_nll(
+                self.generator.lm,
+                self.generator.encode,
+                self.prompts,
+                texts,
+                observe=lambda done, total: self.observe(f"read: {name}", done, total, "texts"),
+            )
+            means = [[fmean(text) if text else None for text in row] for row in nats]
+            cached = {"texts": key, "nats": means}
+            if by_block:
+                cached["blocks"] = [
+                    {"nats": block.totals.tolist(), "tokens": block.counts.tolist()}
+                    for block in split_losses(nats, limit)
+                ]
+            _io.write_json(file, cached)
+        blocks = [
+            Measurement(np.asarray(block["nats"]), np.asarray(block["tokens"]))
+            for block in cached.get("blocks", [])
+        ]
+        return _Losses(cached["nats"], blocks)
 
 
 def _group_means(
@@ -333,8 +432,30 @@ def _compare(
             "cost": costs[name],
             "figures": figures,
             "groups": result.groups,
+            "blocks": describe_blocks(result.blocks, baseline.blocks),
         }
     return results
+
+
+def _compare_matched(measured: Mapping[str, _MethodResult], suite: Suite) -> list[dict[str, Any]]:
+    """Compare every method with the one whose price it matches, on the same prompts."""
+    comparisons = []
+    for name, result in measured.items():
+        matched = suite.methods[name].match_price
+        if matched is None or matched not in measured:
+            continue
+        theirs = measured[matched].metrics
+        changes = {
+            metric: metrics.change(measurement, theirs[metric])
+            for metric, measurement in result.metrics.items()
+            if metric in theirs
+        }
+        figures = {
+            metric: {"difference": list(change.difference), "relative": list(change.relative)}
+            for metric, change in changes.items()
+        }
+        comparisons.append({"method": name, "matched": matched, "figures": figures})
+    return comparisons
 
 
 def _compare_curves(measured: Mapping[str, _MethodResult], suite: Suite) -> list[dict[str, Any]]:

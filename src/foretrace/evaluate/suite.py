@@ -4,7 +4,7 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,7 +156,9 @@ class MethodPlan:
         horizon: The number of tokens to look ahead. 0 weighs the next token alone.
         neutral_end: Whether the end of text keeps its unsteered probability, so that stopping early
             does not help to reach the goal.
-        instruction: A template that replaces the suite's, with `{prompt}` and `{column}`.
+        hmm: The folder or hub id of another HMM to steer with; None for that of the evaluation.
+        instruction: A template that replaces the suite's, with `{prompt}` and `{column}`. In a
+            chat, the system message.
         best_of: The number of candidates for each continuation.
         best_by: The attribute expression by which the best candidate is chosen.
         curve: The name of the trade-off curve that the method is a point of.
@@ -169,6 +171,7 @@ class MethodPlan:
     match_price: str | None = None
     horizon: int = 64
     neutral_end: bool = True
+    hmm: str | None = None
     instruction: str | None = None
     best_of: int = 1
     best_by: str | None = None
@@ -225,6 +228,8 @@ class Suite:
         calibration: Prompts to find the strengths of levels with. They are not evaluated. By
             default, the first words of the texts that the first attribute is fitted to.
         template: The LM's input, with `{prompt}` and `{column}` of the prompt's row.
+        chat: Whether the template is a user's message that the LM answers, through the chat
+            template of its tokenizer.
         group: A column of the prompts. Scores are also reported for each of its values.
         rival: The method that others are compared with, group by group.
         baseline: The method that changes are relative to.
@@ -246,6 +251,7 @@ class Suite:
     judges: Mapping[str, JudgePlan]
     calibration: Table | None = None
     template: str = "{prompt}"
+    chat: bool = False
     group: str | None = None
     rival: str | None = None
     baseline: str = "bare"
@@ -289,10 +295,12 @@ def _check_strength(name: str, method: MethodPlan) -> None:
         "level": method.level,
         "transform": method.transform,
         "match_price": method.match_price,
+        "hmm": method.hmm,
     }
     used = [key for key, value in settings.items() if value is not None]
     if used and not method.goals:
         raise InvalidInputError(f"The method '{name}' has {used[0]}, but no goals.")
+    used = [key for key in used if key != "hmm"]
     if len(used) > 1 and set(used) != {"level", "match_price"}:
         raise InvalidInputError(
             f"The method '{name}' has {' and '.join(used)}, which exclude each other. Keep one."
@@ -317,6 +325,37 @@ def _check_judge(name: str, judge: JudgePlan) -> None:
             f"The judge '{name}' has the unknown figure {unknown[0]}. Known figures are "
             f"{', '.join(METRICS)}."
         )
+
+
+def add_rival_hmm(suite: Suite, hmm: str) -> Suite:
+    """Add to every steered method one that steers with another HMM at the same price.
+
+    Only methods at levels get such a rival: those with a given strength or a transform cannot match
+    a price.
+
+    Args:
+        suite: The suite.
+        hmm: The folder or hub id of the other HMM, whose name is appended to that of the methods.
+
+    Returns:
+        The suite with the added methods.
+
+    Example:
+        >>> from foretrace.evaluate.suite import add_rival_hmm, load_suite
+        >>> suite = add_rival_hmm(load_suite("long-detox"), "hmms/small")
+        >>> list(suite.methods)
+        ['bare', 'medium', 'medium, small', 'strong', 'strong, small']
+        >>> suite.methods["medium, small"].match_price
+        'medium'
+    """
+    methods: dict[str, MethodPlan] = {}
+    for name, plan in suite.methods.items():
+        methods[name] = plan
+        if plan.used_level is not None and plan.hmm is None:
+            matched = plan.match_price or name
+            rival = replace(plan, hmm=hmm, match_price=matched)
+            methods[f"{name}, {Path(hmm).name}"] = rival
+    return replace(suite, methods=methods)
 
 
 def suite_names() -> list[str]:
