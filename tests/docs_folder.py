@@ -109,6 +109,7 @@ def _write_models(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
 
     vocab_size, hmm = len(tokenizer), tiny_hmm(tokenizer)
     hmm.save_pretrained(folder / "my-hmm")
+    tiny_hmm(tokenizer, states=4).save_pretrained(folder / "small-hmm")
     write_published(folder / "their-checkpoint", hmm, "trace")
     manifest = Manifest(length=8, vocab_size=vocab_size, eos_token_id=0)
     Corpus.create(folder / "corpus", manifest).append(torch.randint(1, vocab_size, (400, 8)))
