@@ -32,6 +32,10 @@ PROMPTS = {
     "politics+detox": 200,
     "detox-curve": 100,
     "sentiment": 200,
+    "chat-roles": 200,
+    "chat-sentiment": 200,
+    "long-detox": 100,
+    "long-sentiment": 100,
 }
 STRONG, TRANSFORMED = "strong", "paper transform (20, -63), 3 tokens"
 
@@ -52,6 +56,7 @@ def main() -> None:
             _publish(suite, folder / suite)
             if suite.startswith("detox") and suite != "detox-curve":
                 _add_targets(report, suite, results)
+            _add_blocks(report, suite, results)
     report.publish(arguments.json)
 
 
@@ -118,6 +123,17 @@ def _add_targets(report: Report, suite: str, results: dict[str, Any]) -> None:
         for name in ("dist-2", "dist-3"):
             lost = -figures[name]["difference"][0]
             report.add(f"{suite}, {method}: {name}, lost", lost, "", at_most=0.02)
+
+
+def _add_blocks(report: Report, suite: str, results: dict[str, Any]) -> None:
+    """Report how far perplexity and repetition in blocks of tokens are from the baseline's."""
+    for method in ("medium", STRONG):
+        blocks = results["methods"].get(method, {}).get("blocks", [])
+        for figure in ("perplexity", "repetition") if blocks else ():
+            ratios = [block[figure]["ratio"][0] for block in blocks]
+            worst = max((abs(ratio - 1) for ratio in ratios if ratio is not None), default=0.0)
+            name = f"{suite}, {method}: largest change of a block's {figure}"
+            report.add(name, worst, "", at_most=0.10 if method == "medium" else None)
 
 
 def _add(

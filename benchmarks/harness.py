@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,8 @@ class Row:
     unit: str
     goal: str | None
     holds: bool | None
+    interval: Sequence[float] | None = None
+    """The bounds of a 95% confidence interval, if there is one."""
 
 
 @dataclass
@@ -38,21 +40,25 @@ class Report:
         *,
         at_most: float | None = None,
         at_least: float | None = None,
+        interval: Sequence[float] | None = None,
     ) -> None:
-        """Add a measurement, with an optional goal."""
+        """Add a measurement, with an optional goal and interval."""
         goal, holds = None, None
         if at_most is not None:
             goal, holds = f"<= {at_most:g}", value <= at_most
         if at_least is not None:
             goal, holds = f">= {at_least:g}", value >= at_least
-        self.rows.append(Row(name, value, unit, goal, holds))
+        self.rows.append(Row(name, value, unit, goal, holds, interval))
 
     def publish(self, json_file: Path | None) -> None:
         """Print the table, and write the rows as JSON if there is a file."""
         table = Table("figure", "value", "unit", "goal", "holds", title=self.title)
         for row in self.rows:
             holds = "" if row.holds is None else ("yes" if row.holds else "NO")
-            table.add_row(row.name, f"{row.value:.4g}", row.unit, row.goal or "", holds)
+            value = f"{row.value:.4g}"
+            if row.interval is not None:
+                value += f" [{', '.join(f'{bound:.3g}' for bound in row.interval)}]"
+            table.add_row(row.name, value, row.unit, row.goal or "", holds)
         Console(width=110).print(table)
         if json_file is not None:
             json_file.write_text(json.dumps([asdict(row) for row in self.rows], indent=2) + "\n")

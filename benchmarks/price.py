@@ -26,9 +26,8 @@ import foretrace as ft
 from foretrace._tabular import read_rows
 from foretrace.engines.transformers import calibration, encode_prompts
 from foretrace.engines.transformers.sampler import Sampler
-from foretrace.lookahead.price import prices
-from foretrace.steering import BatchSteering, Request
 from harness import Report, options
+from retrospect import retrospect, text_logits
 from smollm2 import find_smollm2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -111,7 +110,10 @@ def _drift(
     bare = [row[0].tokens for row in sampler.draw(prompts, 1)]
     bare_nats = [_by_block(nats) for nats in _nats(lm, prompts, bare)]
     for name, goal in goals.items():
-        scored = _retrospect(lm, goal, prompts, bare)
+        scored = [
+            _by_block(retrospect(lm, [goal], prompt, text, END)[:, 0])
+            for prompt, text in zip(prompts, bare, strict=True)
+        ]
         first, last = (fmean(row[i] for row in scored) for i in (0, -1))
         drift = abs(last / first - 1)
         limit = 0.2 if name == "medium" else None
@@ -135,38 +137,12 @@ def _by_block(values: Tensor) -> list[float]:
     return [float(block.mean()) for block in torch.split(values, BLOCK)]
 
 
-@torch.inference_mode()
-def _logits(lm: Any, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-    """Return the LM's logits at every position of a text: (T, V)."""
-    ids = torch.tensor([[*prompt, *text[:-1]]])
-    logits: Tensor = lm(ids, logits_to_keep=len(text)).logits[0, -len(text) :]
-    return logits.float()
-
-
 def _nats(lm: Any, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> list[Tensor]:
     """Return the negative log-likelihood of every token."""
     return [
-        -_logits(lm, prompt, text).log_softmax(-1).gather(1, torch.tensor(text)[:, None])[:, 0]
+        -text_logits(lm, prompt, text).log_softmax(-1).gather(1, torch.tensor(text)[:, None])[:, 0]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-
-
-@torch.inference_mode()
-def _retrospect(
-    lm: Any, goal: ft.Goal, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]
-) -> list[list[float]]:
-    """Return the price of steering at every position of bare texts, by block."""
-    steering, results = BatchSteering(goal.lookahead.hmm), []
-    for prompt, text in zip(prompts, texts, strict=True):
-        request = Request((goal,), tuple(prompt), len(text), ends=tuple(END))
-        states = steering.read_generated([request], [[]])
-        spent = []
-        for position, logits in enumerate(_logits(lm, prompt, text)):
-            steered = steering.reweight_(logits[None].clone(), states)
-            spent.append(float(prices(logits[None], steered)))
-            states = steering.advance(states, torch.tensor([text[position]]))
-        results.append(_by_block(torch.tensor(spent)))
-    return results
 
 
 if __name__ == "__main__":

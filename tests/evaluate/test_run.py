@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,9 @@ from foretrace.evaluate.generations import (
     ContinuationGenerator,
     Method,
     Sampling,
-    encode_with_bos,
     render_chat,
 )
 from foretrace.evaluate.linear_judge import LinearJudge
-from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.scoring import Scorer
@@ -359,22 +356,6 @@ def test_judge_train_command(
         cli.main()
     assert stopped.value.code == 0
     assert "3 classes" in capsys.readouterr().out
-
-
-def test_token_nll_is_of_the_continuation_alone(lm: Any) -> None:
-    """The loss does not depend on padding or the batch; a blank continuation has none."""
-    tokenizer = word_tokenizer()
-    prompts, texts = ["w1 w2 w3", "w4"], [[" w5 w6", ""], [" w7"]]
-    encode = partial(encode_with_bos, tokenizer, bos_token_id=0)
-    losses = token_nll(lm, encode, prompts, texts)
-    ids = torch.tensor([[0, *tokenizer("w1 w2 w3 w5 w6").input_ids]])
-    with torch.inference_mode():
-        nats = -lm(ids).logits[0].log_softmax(-1)
-    expected = [float(nats[3, ids[0, 4]]), float(nats[4, ids[0, 5]])]
-    assert losses[0][0] == pytest.approx(expected, abs=1e-4)
-    assert losses[0][1] == []
-    alone = token_nll(lm, encode, ["w4"], [[" w7"]])
-    assert losses[1][0] == pytest.approx(alone[0][0])
 
 
 def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> None:

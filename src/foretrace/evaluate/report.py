@@ -37,8 +37,11 @@ def write_report(results: Results, folder: str | os.PathLike[str]) -> Path:
 
 def _introduction(results: Results) -> str:
     sampling = results["sampling"]
+    others = "".join(
+        f", and {name} of {facts['states']:,}" for name, facts in results["other hmms"].items()
+    )
     return (
-        f"{results['lm']} with an HMM of {results['hmm']['states']:,} states; "
+        f"{results['lm']} with an HMM of {results['hmm']['states']:,} states{others}; "
         f"{results['prompts']:,} prompts, {sampling['continuations']} continuations of "
         f"{sampling['max_new_tokens']} tokens each, top-p {sampling['top_p']:g}, seed "
         f"{sampling['seed']}. Brackets hold 95% confidence intervals, by resampling prompts. "

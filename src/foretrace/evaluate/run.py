@@ -99,7 +99,7 @@ def evaluate(
 
     Returns:
         The content of `results.json`: the metrics of each method with intervals and changes, the
-        agreement of the judges, and the comparison of curves at equal perplexity.
+        agreement of the judges, and the comparisons at equal price and at equal perplexity.
 
     Raises:
         InvalidInputError: If the suite does not have a method, or a template cannot be filled.
@@ -120,19 +120,7 @@ def evaluate(
         _load_other_hmms(suite, chosen, tokenizer, hmm),
     )
     prompts = builder.inputs()
-    sampling = Sampling(
-        continuations=config.continuations or suite.continuations,
-        max_new_tokens=suite.max_new_tokens,
-        top_p=suite.top_p,
-        seed=config.seed,
-        rows=config.rows,
-    )
-    ends = hmm.config.eos_token_ids
-    stops = stop_tokens(lm.generation_config, ends)
-    if suite.chat and tokenizer.eos_token_id is not None:  # the end of a turn
-        stops = stop_tokens(lm.generation_config, [*ends, tokenizer.eos_token_id])
-    bos = ends[0] if ends else None
-    generator = ContinuationGenerator(lm, tokenizer, sampling, stops, bos, suite.chat)
+    generator = _build_generator(suite, lm, tokenizer, hmm, config)
     scorers = {
         name: Scorer(
             name,
@@ -163,13 +151,18 @@ def evaluate(
         for method in methods
     }
     measured = {method.name: runner.measure(method, inputs[method.name]) for method in methods}
-    costs = runner.costs(methods, {"methods": inputs, "sampling": asdict(sampling)})
+    sampling = asdict(generator.sampling)
+    costs = runner.costs(methods, {"methods": inputs, "sampling": sampling})
     results = {
         "suite": suite.name,
         "lm": getattr(lm.config, "_name_or_path", "").rstrip("/").rsplit("/", 1)[-1],
         "hmm": {"states": hmm.num_states, "source_model": hmm.config.source_model},
+        "other hmms": {
+            Path(source).name: {"states": other.num_states}
+            for source, other in builder.other_hmms.items()
+        },
         "prompts": len(prompts),
-        "sampling": asdict(sampling),
+        "sampling": sampling,
         "baseline": suite.baseline,
         "rival": suite.rival,
         "judges": judges,
@@ -181,6 +174,29 @@ def evaluate(
     plain: dict[str, Any] = _without_nan(results)
     _io.write_json(out / "results.json", plain)
     return plain
+
+
+def _build_generator(
+    suite: Suite,
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    hmm: HMM,
+    config: EvaluationConfig,
+) -> ContinuationGenerator:
+    """Build the generator of continuations; in a chat, the end of a turn ends a text."""
+    sampling = Sampling(
+        continuations=config.continuations or suite.continuations,
+        max_new_tokens=suite.max_new_tokens,
+        top_p=suite.top_p,
+        seed=config.seed,
+        rows=config.rows,
+    )
+    ends = [*hmm.config.eos_token_ids]
+    bos = ends[0] if ends else None
+    if suite.chat and tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    stops = stop_tokens(lm.generation_config, ends)
+    return ContinuationGenerator(lm, tokenizer, sampling, stops, bos, suite.chat)
 
 
 def _load_other_hmms(
