@@ -16,7 +16,7 @@ from tiny_lm import tiny_model, word_tokenizer
 
 @pytest.fixture(scope="module")
 def lm() -> Any:
-    return tiny_model(word_tokenizer()).eval()
+    return tiny_model(word_tokenizer())
 
 
 def test_token_nll_is_of_the_continuation_alone(lm: Any) -> None:
