@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
     from foretrace.hmm import HMM
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' END ' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
 WORDS = ["<|endoftext|>", *(f"w{index}" for index in range(63))]
 
 
@@ -28,6 +31,16 @@ def word_tokenizer(
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, eos_token=WORDS[0], **options
+    )
+
+
+def chat_tokenizer() -> "PreTrainedTokenizerFast":
+    """Make a tokenizer of words with a chat template, in which `<|end|>` ends turns."""
+    roles = ["<|end|>", "system", "user", "assistant"]
+    return word_tokenizer(
+        [WORDS[0], *roles, *WORDS[1 : -len(roles)]],
+        extra_special_tokens=[roles[0]],
+        chat_template=CHAT_TEMPLATE.replace("END", roles[0]),
     )
 
 
@@ -50,7 +63,9 @@ def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast"
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=bpe, eos_token=WORDS[0], chat_template=CHAT_TEMPLATE
+        tokenizer_object=bpe,
+        eos_token=WORDS[0],
+        chat_template=CHAT_TEMPLATE.replace("END", WORDS[0]),
     )
 
 

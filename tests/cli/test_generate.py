@@ -14,7 +14,7 @@ import torch
 from docs_folder import write_docs_folder
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
-from tiny_lm import WORDS
+from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -243,3 +243,39 @@ def test_strength_is_checked_before_the_lm_is_loaded(
     code, _, error = run("generate", *arguments, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 2
     assert "above 0, not nan" in error
+
+
+def test_prompts_are_answered_as_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer()
+    write_tiny_lm(tmp_path / "lm", tokenizer)
+    tiny_hmm(tokenizer).save_pretrained(tmp_path / "hmm")
+    weights = torch.ones(len(tokenizer))
+    weights[:32] = 1e-6
+    AttributeStore(tmp_path / "attributes").add(Attribute.from_weights(weights, name="high"))
+    options = [tmp_path / "lm", "--hmm", tmp_path / "hmm", "--attributes", tmp_path / "attributes"]
+    options += ["--goal", "high", "--strength", 1, "--max-new-tokens", 8, "--prompt", "w1 w2"]
+    (tmp_path / "prompts.txt").write_text("w3\n")
+    prompts = ["--prompts", tmp_path / "prompts.txt", "--json"]
+    as_chat = ["--chat", *prompts], ["--system", "w5", *prompts], prompts
+    texts = []
+    for chat in as_chat:
+        code, out, _ = run("generate", *options, *chat, capsys=capsys, monkeypatch=monkeypatch)
+        assert code == 0
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [row["prompt"] for row in rows] == ["w1 w2", "w3"]
+        texts.append([row["text"] for row in rows])
+    assert texts[0] != texts[1] != texts[2] != texts[0]  # the LM reads other prompts
+    code, out, _ = run("generate", *options, "--chat", capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    assert out.splitlines()[0] == "w1 w2"
+
+
+def test_a_chat_needs_a_template(
+    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--goal", "odd", "--prompt", "w1", "--chat"]
+    code, _, err = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 1
+    assert "no chat template" in err

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretrace.chat import Prompt, as_messages
 from foretrace.cli import goal_options
 from foretrace.cli.model_loading import load_lm
 from foretrace.cli.prompts import read_prompts
@@ -36,6 +37,12 @@ def generate(
     column: Annotated[
         str | None, typer.Option(help="The column of --prompts. Default: `prompt`, else `text`.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer prompts as a user's messages in a chat.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message; implies --chat.")
+    ] = None,
     attributes: goal_options.Attributes = Path(),
     level: goal_options.Levels = None,
     strength: goal_options.Strengths = None,
@@ -60,7 +67,7 @@ def generate(
     device: goal_options.Device = "auto",
     dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Generate continuations of prompts, steered toward goals."""
+    """Generate continuations of prompts, or answers in chats, steered toward goals."""
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is an option of --prompts, which is missing.")
     texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
@@ -85,12 +92,15 @@ def generate(
     )
     sampling = goal_options.sampling_options(temperature, top_p)
     generator = TextGenerator(lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens})
+    prompt_list: list[Prompt] = list(texts)
+    if chat or system is not None:
+        prompt_list = [as_messages(text, system) for text in texts]
     print_batch = _print_json if as_json else _print_side_by_side if compare else _print_texts
-    for start in range(0, len(texts), batch_size):
-        print_batch(generator, texts[start : start + batch_size], seed + start, compare)
+    for start in range(0, len(prompt_list), batch_size):
+        print_batch(generator, prompt_list[start : start + batch_size], seed + start, compare)
 
 
-def _print_texts(generator: TextGenerator, prompts: Sequence[str], seed: int, _: bool) -> None:
+def _print_texts(generator: TextGenerator, prompts: Sequence[Prompt], seed: int, _: bool) -> None:
     """Print each prompt with its continuation; stream the text of a single prompt."""
     shown = ""
 
@@ -101,18 +111,18 @@ def _print_texts(generator: TextGenerator, prompts: Sequence[str], seed: int, _:
 
     single = len(prompts) == 1
     if single:
-        typer.secho(prompts[0], bold=True, nl=False)
+        typer.secho(_shown(prompts[0]), bold=True, nl=False)
     generations = generator.generate(prompts, seed, on_text=print_new if single else None)
     if single:
         typer.echo(generations[0].text.removeprefix(shown) + "\n")
         return
     for prompt, generation in zip(prompts, generations, strict=True):
-        typer.secho(prompt, bold=True, nl=False)
+        typer.secho(_shown(prompt), bold=True, nl=False)
         typer.echo(generation.text + "\n")
 
 
 def _print_side_by_side(
-    generator: TextGenerator, prompts: Sequence[str], seed: int, _: bool
+    generator: TextGenerator, prompts: Sequence[Prompt], seed: int, _: bool
 ) -> None:
     """Print unsteered and steered texts in two columns, with streaming."""
     from rich.live import Live
@@ -137,7 +147,7 @@ def _print_side_by_side(
 
 
 def _table(
-    prompts: Sequence[str], unsteered: Sequence[Generation], steered: Sequence[Generation]
+    prompts: Sequence[Prompt], unsteered: Sequence[Generation], steered: Sequence[Generation]
 ) -> "Table":
     """Build a table with a row per prompt: the unsteered text (`bare`) and the steered text."""
     from itertools import zip_longest
@@ -153,10 +163,15 @@ def _table(
     return table
 
 
-def _cell(prompt: str, generation: Generation) -> "Text":
+def _shown(prompt: Prompt) -> str:
+    """Return the text to print before the generated one."""
+    return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
+
+
+def _cell(prompt: Prompt, generation: Generation) -> "Text":
     from rich.text import Text  # keeps texts from being parsed as markup
 
-    cell = Text.assemble((prompt, "dim"), generation.text)
+    cell = Text.assemble((_shown(prompt), "dim"), generation.text)
     if generation.probability:
         values = ", ".join(f"{value:.3f}" for value in generation.probability)
         cell.append(f"\nattribute probability {values}", "cyan")
@@ -165,12 +180,15 @@ def _cell(prompt: str, generation: Generation) -> "Text":
     return cell
 
 
-def _print_json(generator: TextGenerator, prompts: Sequence[str], seed: int, compare: bool) -> None:
+def _print_json(
+    generator: TextGenerator, prompts: Sequence[Prompt], seed: int, compare: bool
+) -> None:
     """Print a JSON object per prompt; with `compare`, the unsteered text is under `bare`."""
     steered = generator.generate(prompts, seed)
     unsteered = generator.generate(prompts, seed, steered=False) if compare else []
     for index, prompt in enumerate(prompts):
-        row: dict[str, Any] = {"prompt": prompt, **_json_fields(steered[index])}
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        row: dict[str, Any] = {"prompt": text, **_json_fields(steered[index])}
         if compare:
             row["bare"] = _json_fields(unsteered[index])
         typer.echo(json.dumps(row, ensure_ascii=False))

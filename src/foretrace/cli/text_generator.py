@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from foretrace.chat import Prompt
     from foretrace.cli.goal_options import LoadedGoals
 
 
@@ -36,13 +37,13 @@ class TextGenerator:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: "Sequence[Prompt]",
         seed: int,
         *,
         steered: bool = True,
         on_text: Callable[[str], None] | None = None,
     ) -> list[Generation]:
-        """Generate a continuation of each prompt.
+        """Generate a continuation of each text, and an answer to each chat.
 
         If there is a single prompt, `on_text` is called with the generated text after each token.
         """
@@ -54,13 +55,17 @@ class TextGenerator:
             encode_prompts,
             generate_tokens,
             stop_tokens,
+            turn_ends,
         )
         from foretrace.engines.transformers.padding import pad_left
 
         torch.manual_seed(seed)
         goals = self.goals.goals
         encoded = encode_prompts(self.tokenizer, prompts, goals)
-        ends = stop_tokens(self.lm.generation_config, goals[0].lookahead.hmm.config.eos_token_ids)
+        hmm_ends = goals[0].lookahead.hmm.config.eos_token_ids
+        ends = stop_tokens(
+            self.lm.generation_config, [*hmm_ends, *turn_ends(self.tokenizer, prompts)]
+        )
         streamer = _TextStreamer(self.tokenizer, on_text) if on_text and len(prompts) == 1 else None
         prices: list[Tensor] = []
         processor = SteeringProcessor(

@@ -6,6 +6,7 @@ from foretrace.engines.transformers.generation import (
     generate,
     generate_tokens,
     stop_tokens,
+    turn_ends,
 )
 from foretrace.engines.transformers.processor import Goals, SteeringProcessor
 
@@ -17,4 +18,5 @@ __all__ = [
     "generate",
     "generate_tokens",
     "stop_tokens",
+    "turn_ends",
 ]

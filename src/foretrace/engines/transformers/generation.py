@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.engines.transformers.padding import cut_at_end, pad_left
 from foretrace.engines.transformers.processor import Goals, SteeringProcessor
 from foretrace.errors import InvalidInputError
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 def generate(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     goal: Goal | Goals | None = None,
     max_new_tokens: int = 20,
     **options: Any,
 ) -> list[str]:
-    """Generate continuations of prompts, steered toward a goal.
+    """Generate continuations of texts, or answers to chats, steered toward a goal.
 
     Args:
         model: A causal LM of transformers.
         tokenizer: Its tokenizer.
-        prompts: A list of texts. An empty prompt begins a new text.
+        prompts: A list. Each prompt is a text, which is continued (an empty one begins a new text),
+            or a chat, which is answered: a list of messages, `{"role": ..., "content": ...}`. A
+            chat goes through the tokenizer's chat template.
         goal: A goal, several goals for all prompts, or a list of goals for each prompt. Several
             goals without a transform are one product.
         max_new_tokens: Tokens to generate at most.
@@ -39,10 +42,11 @@ def generate(
 
     Returns:
         The continuations, without the prompts. A text ends at an end-of-text token of the model or
-        of the HMM.
+        of the HMM, and an answer also at the chat template's end of a turn.
 
     Raises:
-        InvalidInputError: The prompts are not a list of texts, or the goals do not fit them.
+        InvalidInputError: The prompts are not a list, the goals do not fit them, or there is a chat
+            and the tokenizer has no chat template.
         TokenizerMismatchError: The HMM was made with another tokenizer.
 
     Example:
@@ -50,8 +54,15 @@ def generate(
         >>> texts = ft.generate(model, tokenizer, ["hello", ""], goal=goal, max_new_tokens=4)
         >>> len(texts)
         2
+        >>> chat = [{"role": "user", "content": "hello"}]
+        >>> answers = ft.generate(model, tokenizer, [chat], goal=goal, max_new_tokens=4)
     """
     encoded = encode_prompts(tokenizer, prompts, goal)
+    if "eos_token_id" not in options:
+        config = options.get("generation_config") or model.generation_config
+        options["eos_token_id"] = stop_tokens(
+            config, [*_hmm_ends(goal), *turn_ends(tokenizer, prompts)]
+        )
     generated = generate_tokens(
         model, tokenizer, encoded, goal=goal, max_new_tokens=max_new_tokens, **options
     )
@@ -92,35 +103,38 @@ def decode_after(
 
 def encode_prompts(
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     goal: Goal | Goals | None = None,
 ) -> list[list[int]]:
-    """Encode prompts. An empty prompt becomes the token that begins a text.
+    """Encode prompts. An empty text becomes the token that begins a text.
 
     Args:
         tokenizer: A tokenizer.
-        prompts: A list of texts.
+        prompts: A list of texts and chats.
         goal: Goals whose HMM knows the token that begins a text.
 
     Returns:
         Token ids of each prompt, at least one.
 
     Raises:
-        InvalidInputError: `prompts` is a single text, or a prompt is empty and no token begins a
-            text.
+        InvalidInputError: `prompts` is a single text or chat, a prompt is empty and no token begins
+            a text, or there is a chat and the tokenizer has no chat template.
 
     Example:
         >>> from foretrace.engines.transformers import encode_prompts
         >>> [len(ids) > 0 for ids in encode_prompts(tokenizer, ["hello", ""])]
         [True, True]
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or is_chat(prompts):
         raise InvalidInputError(
-            f"prompts must be a list of texts, not one text. Write [{prompts[:20]!r}]."
+            "prompts must be a list of texts and chats, not one of them. Write [prompt]."
         )
     candidates = [*_hmm_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
     start = next(([token] for token in candidates if token is not None), [])
-    encoded = [ids or start for ids in tokenizer(list(prompts)).input_ids]
+    encoded = [
+        encode_chat(tokenizer, prompt) if is_chat(prompt) else tokenizer(prompt).input_ids or start
+        for prompt in prompts
+    ]
     if not all(encoded):
         raise InvalidInputError(
             "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
@@ -204,6 +218,26 @@ def stop_tokens(config: "GenerationConfig", ends: Sequence[int]) -> list[int]:
         True
     """
     return list(dict.fromkeys([*_as_list(config.eos_token_id), *ends]))
+
+
+def turn_ends(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[int]:
+    """Return the token that ends an answer if there are chats among prompts; else none.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompts: A list of texts and chats.
+
+    Returns:
+        At most one token id: the special token after an answer in the chat template. Many models
+        name it as an end of text too, but not all.
+
+    Example:
+        >>> from foretrace.engines.transformers import turn_ends
+        >>> turn_ends(tokenizer, ["hello"])
+        []
+    """
+    end = end_of_turn(tokenizer) if any(map(is_chat, prompts)) else None
+    return [] if end is None else [end]
 
 
 def _as_list(tokens: int | list[int] | None) -> list[int]:
