@@ -1,6 +1,7 @@
 """`foretrace distill`: distil an HMM from a language model."""
 
 import json
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from functools import partial
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretrace.chat import Prompt
 from foretrace.cli.device import choose_device, choose_dtype
 from foretrace.cli.em import ProductDtype
 from foretrace.cli.goal_options import DTYPE_HELP
 from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.cli.model_loading import disable_transformers_progress
 from foretrace.cli.progress import ProgressBars
-from foretrace.cli.prompts import read_prompts
+from foretrace.cli.prompts import read_chats, read_prompts
 
 if TYPE_CHECKING:
     from foretrace.distill import DistillConfig, LMConfig
@@ -68,6 +70,13 @@ def distill(
     length: Annotated[int, SamplingOption(help="Tokens per sequence.")] = 32,
     prompts: Annotated[
         Path | None, SamplingOption(help="A file of prompts: .txt, .jsonl, .csv; also .xz, .gz.")
+    ] = None,
+    chat: Annotated[
+        Path | None,
+        SamplingOption(
+            help="A file of chats to answer through the chat template, instead of --prompts: a "
+            "user's message per line or row, or a column `messages`."
+        ),
     ] = None,
     prompted: Annotated[
         float, SamplingOption(help="Share of sequences that continue a prompt.")
@@ -132,7 +141,11 @@ def distill(
         options=_parse_options(engine_options),
         reader_options=None if reader_options is None else _parse_options(reader_options),
     )
-    texts = [] if prompts is None else read_prompts(prompts)
+    if prompts is not None and chat is not None:
+        raise typer.BadParameter("Pass --prompts to continue texts, or --chat to answer messages.")
+    texts: list[Prompt] = [*(read_prompts(prompts) if prompts else ())]
+    if chat is not None:
+        texts = [*read_chats(chat)]
     disable_transformers_progress()
     skip_retries_if_unreachable(model)
     if plan:
@@ -167,7 +180,7 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 def _show_plan(
-    model: str, config: "DistillConfig", lm: "LMConfig", prompts: list[str], out: Path
+    model: str, config: "DistillConfig", lm: "LMConfig", prompts: "Sequence[Prompt]", out: Path
 ) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -95,8 +95,8 @@ def _initial_hmm(corpus: "Corpus", states: int | None, start: str | None, seed: 
     if start is not None and states is None:
         return HMM.from_pretrained(start)
     if states is not None and start is None:
-        vocab, eos = corpus.manifest.vocab_size, corpus.manifest.eos_token_id
-        return HMM.random(states, vocab, eos_token_id=eos, seed=seed)
+        vocab, ends = corpus.manifest.vocab_size, corpus.manifest.eos_token_ids
+        return HMM.random(states, vocab, eos_token_id=ends, seed=seed)
     raise InvalidInputError(
         "Pass either --states for a random initialization, or --start for an HMM."
     )

@@ -50,12 +50,13 @@ class LMConfig:
                 f"There is no engine '{self.engine}'. Use {' or '.join(ENGINES)}."
             )
 
-    def load_source(self, name: str, length: int) -> Source:
+    def load_source(self, name: str, length: int, *, chat: bool = False) -> Source:
         """Load the LM to sample rows of `length` tokens.
 
         Args:
             name: A folder or a hub id.
             length: Tokens per row.
+            chat: Whether the rows are answers in chats, which end where turns do.
 
         Returns:
             The language model.
@@ -64,23 +65,25 @@ class LMConfig:
             InvalidInputError: If the model cannot be loaded.
         """
         if self.engine == "transformers":
-            return self.load_transformers(name)
+            return self.load_transformers(name, chat=chat)
         if launched_group().size > 1:
             raise InvalidInputError(
                 "vLLM cannot sample under torchrun: it distributes over GPUs by itself. Sample "
                 "first without torchrun, in one process or in several with separate GPUs "
                 "(CUDA_VISIBLE_DEVICES). Then run the same command under torchrun to train."
             )
-        options = {"max_model_len": length + 1, **self.options}
+        # The prompts of chats are not part of the rows, and may be longer than them.
+        options = dict(self.options) if chat else {"max_model_len": length + 1, **self.options}
         return VLLMSource.load(
-            name, end_of_text_token=self.end_of_text, dtype=self.dtype, **options
+            name, end_of_text_token=self.end_of_text, chat=chat, dtype=self.dtype, **options
         )
 
-    def load_transformers(self, name: str) -> TransformersSource:
+    def load_transformers(self, name: str, *, chat: bool = False) -> TransformersSource:
         """Load the LM with transformers, which can compute hidden states.
 
         Args:
             name: A folder or a hub id.
+            chat: Whether the rows are answers in chats, which end where turns do.
 
         Returns:
             The language model.
@@ -95,6 +98,7 @@ class LMConfig:
         return TransformersSource.load(
             name,
             end_of_text_token=self.end_of_text,
+            chat=chat,
             dtype=self.dtype,
             device=self.device,
             **options,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
+from foretrace.chat import Prompt
 from foretrace.distill.config import DistillConfig
 from foretrace.distill.costs import Costs, nearest_existing
 from foretrace.distill.em.config import DTYPES
@@ -17,7 +18,7 @@ from foretrace.distill.em.e_step import BatchCounts, EStep
 from foretrace.distill.em.m_step import Counts
 from foretrace.distill.em.workspace import Workspace
 from foretrace.distill.lm_config import LMConfig
-from foretrace.distill.sampling.sample import Prefixes
+from foretrace.distill.sampling.sample import Opening, Openings, are_chats
 from foretrace.distill.sampling.source import Source
 from foretrace.distill.start import kmeans
 from foretrace.distill.start.basis import Basis
@@ -70,7 +71,7 @@ def plan(
     model: str,
     config: DistillConfig,
     *,
-    prompts: Sequence[str] = (),
+    prompts: Sequence[Prompt] = (),
     lm: LMConfig | None = None,
     folder: str | Path = ".",
 ) -> Plan:
@@ -82,7 +83,7 @@ def plan(
     Args:
         model: The language model: a folder or a hub id.
         config: The settings of the distillation.
-        prompts: The prompts that a share of the sequences continue.
+        prompts: Texts that a share of the sequences continue, or chats that they answer.
         lm: The settings of the language model.
         folder: The output folder, or any folder on the same disk, to time the disk.
 
@@ -94,10 +95,13 @@ def plan(
     """
     lm = lm or LMConfig()
     started = perf_counter()
-    source = lm.load_source(model, config.length)
+    chat = are_chats(prompts)
+    source = lm.load_source(model, config.length, chat=chat)
     loading = perf_counter() - started
     costs = config.costs(source.vocab_size)
-    rows, row_seconds = _time_sampling(source, Prefixes(source, prompts, config.sampling))
+    openings = Openings(source, prompts, config.sampling)
+    batch = openings.for_shard(0)[: source.batch_size]
+    rows, row_seconds = _time_sampling(source, batch, config.length)
     source.close()
     stages = [
         Stage("load the LM", loading, lm.engine),
@@ -105,32 +109,39 @@ def plan(
     ]
     if config.start == "latent":
         started = perf_counter()
-        reader = lm.load_transformers(model)
+        reader = lm.load_transformers(model, chat=chat)
         loading = perf_counter() - started
-        stages += _time_latent_start(reader.hidden, rows, loading, reader.eos_token_id, config)
+        contexts = [opening.context for opening in batch]
+        stages += _time_latent_start(
+            reader.hidden, rows, contexts, loading, reader.eos_token_id, config
+        )
         reader.close()
     stages.append(_time_em(rows, config, lm.device))
     stages.append(_time_writing(Path(folder), costs))
     return Plan(stages, costs)
 
 
-def _time_sampling(source: Source, prefixes: Prefixes) -> tuple[Tensor, float]:
+def _time_sampling(source: Source, batch: Sequence[Opening], length: int) -> tuple[Tensor, float]:
     """Sample one batch; return its rows, and the seconds per row."""
-    length = prefixes.config.length
-    batch = prefixes.for_shard(0)[: source.batch_size]
-    source.draw(batch[:2], length, 0)  # warm up
+    contexts, prefixes = zip(*batch, strict=True)
+    source.draw(prefixes[:2], length, 0, contexts[:2])  # warm up
     started = perf_counter()
-    rows = source.draw(batch, length, 1)
+    rows = source.draw(prefixes, length, 1, contexts)
     return rows, (perf_counter() - started) / len(rows)
 
 
 def _time_latent_start(
-    hidden_states: HiddenStates, rows: Tensor, loading: float, eos: int, config: DistillConfig
+    hidden_states: HiddenStates,
+    rows: Tensor,
+    contexts: Sequence[Sequence[int]],
+    loading: float,
+    eos: int,
+    config: DistillConfig,
 ) -> list[Stage]:
-    rows = rows[:FILE_ROWS]
-    hidden_states(rows[:2])  # warm up
+    rows, contexts = rows[:FILE_ROWS], contexts[:FILE_ROWS]
+    hidden_states(rows[:2], contexts[:2])  # warm up
     started = perf_counter()
-    hidden = hidden_states(rows)
+    hidden = hidden_states(rows, contexts)
     reading = (perf_counter() - started) / len(rows) * config.read_rows
     mask = before_end_mask(rows, eos)
     basis = Basis.fit(hidden[:, 1:][mask], config.latent.dimensions)

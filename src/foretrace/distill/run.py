@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from foretrace import _io
+from foretrace.chat import Prompt
 from foretrace.distill import card
 from foretrace.distill.config import DistillConfig
 from foretrace.distill.context_gain import context_gain
@@ -27,7 +28,7 @@ from foretrace.distill.em.distributed import ProcessGroup, process_group
 from foretrace.distill.em.train import train
 from foretrace.distill.lm_config import LMConfig
 from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, ShardSplit
-from foretrace.distill.sampling.sample import manifest_settings, sample
+from foretrace.distill.sampling.sample import are_chats, manifest_settings, sample
 from foretrace.distill.sampling.source import public_name
 from foretrace.distill.sampling.work_claims import POLL_SECONDS, claim_work, share_work
 from foretrace.distill.start.kmeans import require_faiss
@@ -64,7 +65,7 @@ def distill(
     config: DistillConfig | None = None,
     *,
     out: str | os.PathLike[str],
-    prompts: Sequence[str] = (),
+    prompts: Sequence[Prompt] = (),
     lm: LMConfig | None = None,
     observe: Observer | None = None,
 ) -> HMM:
@@ -78,7 +79,8 @@ def distill(
         config: The settings of the distillation.
         out: The folder for the HMM, its model card and its metrics. Intermediate files are in its
             subfolder `work`.
-        prompts: The prompts that a share of the sequences continue.
+        prompts: Texts that a share of the sequences continue; or chats, lists of messages, that
+            all sequences answer through the tokenizer's chat template.
         lm: The settings of the language model.
         observe: Called with the progress of every stage.
 
@@ -110,7 +112,7 @@ class _Distillation:
         model: str,
         config: DistillConfig,
         out: Path,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         lm: LMConfig,
         observe: Observer | None,
     ) -> None:
@@ -155,7 +157,8 @@ class _Distillation:
             if all(corpus.shard_path(shard).exists() for shard in range(config.shards)):
                 self._require_same_sampling(corpus)
                 return corpus
-        source = self.lm.load_source(self.model, config.length)
+        chat = are_chats(self.prompts)
+        source = self.lm.load_source(self.model, config.length, chat=chat)
         require_disk(self.out, self.config.costs(source.vocab_size).disk)
 
         def report(_rows: int) -> None:
@@ -201,9 +204,9 @@ class _Distillation:
         return folder
 
     def _random_start(self, corpus: Corpus) -> HMM:
-        eos = corpus.manifest.eos_token_id
+        ends = corpus.manifest.eos_token_ids
         vocab, seed = corpus.manifest.vocab_size, self.config.seed
-        hmm = HMM.random(self.config.num_states, vocab, eos_token_id=eos, seed=seed)
+        hmm = HMM.random(self.config.num_states, vocab, eos_token_id=ends, seed=seed)
         config = replace(hmm.config, source_model=corpus.manifest.source_model)
         return HMM(hmm.initial, hmm.transition, hmm.emission, config)
 
@@ -211,7 +214,7 @@ class _Distillation:
         self, corpus: Corpus, latent: LatentStart, until: Callable[[], bool]
     ) -> None:
         """Compute hidden states together with other workers, until the start exists."""
-        reader = self.lm.load_transformers(self.model)
+        reader = self.lm.load_transformers(self.model, chat=are_chats(self.prompts))
         require_same_fingerprint(
             "The corpus", corpus.manifest.tokenizer_fingerprint, reader.tokenizer_fingerprint
         )

@@ -1,6 +1,7 @@
 """The hidden Markov model."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -14,7 +15,12 @@ from foretrace.hmm import inference, storage
 from foretrace.hmm.config import HMMConfig
 from foretrace.hmm.emission import DenseEmission, Emission
 from foretrace.hmm.inference import Filtered
-from foretrace.hmm.probability import distribution_totals, dtype_name, working_dtype
+from foretrace.hmm.probability import (
+    distribution_totals,
+    dtype_name,
+    emit_only_ends_,
+    working_dtype,
+)
 from foretrace.hmm.sparsify import sparsify
 from foretrace.hmm.transition import DenseTransition, Transition
 
@@ -103,7 +109,7 @@ class HMM:
         num_states: int,
         vocab_size: int,
         *,
-        eos_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -113,8 +119,9 @@ class HMM:
         Args:
             num_states: Number of hidden states, h.
             vocab_size: Number of token ids, V.
-            eos_token_id: End-of-text token. The last state is then absorbing, and it alone emits
-                this token. None for no end-of-text token.
+            eos_token_id: End-of-text token, or several, of which the first is the usual one. The
+                last state is then absorbing, and it alone emits them. None for no end-of-text
+                token.
             seed: Seed of the random numbers.
             dtype: Dtype of the tables.
             device: Device of the tables.
@@ -129,9 +136,10 @@ class HMM:
             >>> ft.HMM.random(8, 20, eos_token_id=0, seed=1)
             HMM(8 states, 20 tokens, dense transition, dense emission, float32, cpu)
         """
-        if eos_token_id is not None and not 0 <= eos_token_id < vocab_size:
+        ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
+        if outside := [token for token in ends if not 0 <= token < vocab_size]:
             raise InvalidInputError(
-                f"eos_token_id is {eos_token_id}, but the vocabulary ends at {vocab_size - 1}."
+                f"eos_token_id is {outside[0]}, but the vocabulary ends at {vocab_size - 1}."
             )
         generator = torch.Generator(device).manual_seed(seed)
         work = working_dtype(dtype)
@@ -143,11 +151,12 @@ class HMM:
         initial = draw(num_states, dim=0)
         transition = draw(num_states, num_states, dim=1)
         emission = draw(vocab_size, num_states, dim=0)
-        if eos_token_id is not None:
-            transition[-1], emission[:, -1], emission[eos_token_id] = 0, 0, 0
-            transition[-1, -1] = emission[eos_token_id, -1] = 1
+        if ends:
+            transition[-1] = 0
+            transition[-1, -1] = 1
+            emission = emit_only_ends_(emission, ends)
             emission /= emission.sum(0)
-        config = HMMConfig(eos_token_ids=() if eos_token_id is None else (eos_token_id,))
+        config = HMMConfig(eos_token_ids=ends)
         return cls(initial, transition.to(dtype), emission.to(dtype), config)
 
     @property

@@ -4,7 +4,7 @@ A table that was rounded to bfloat16 no longer sums to 1. Every operator therefo
 of its table and divides by them in its products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from foretrace.errors import InvalidModelError
 
 TABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 64  # up to this many, `transposed` uses a matrix product
+RARE_END = 1e-3  # of the last state's emission, for each end of texts after the first
 CHUNK_ELEMENTS = 1 << 20  # elements of a table to process at once: 4 MB of float32
 
 
@@ -138,3 +139,15 @@ def transposed(table: Tensor) -> Tensor:
     if rows > FEW_ROWS or table.device.type != "cpu":
         return table.T.contiguous()
     return torch.eye(rows, dtype=table.dtype) @ table.T
+
+
+def emit_only_ends_(emission: Tensor, ends: Sequence[int]) -> Tensor:
+    """Let the last state emit the ends of texts and nothing else, and it alone: (V, h), in place.
+
+    Each end after the first, which is the usual one, has the probability RARE_END.
+    """
+    emission[list(ends)] = 0.0
+    emission[:, -1] = 0.0
+    emission[list(ends), -1] = RARE_END
+    emission[ends[0], -1] = 1.0 - RARE_END * (len(ends) - 1)
+    return emission

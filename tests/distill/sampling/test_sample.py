@@ -142,11 +142,14 @@ def test_a_batch_halves_when_memory_runs_out(
     generate = TransformersSource._continue
 
     def out_of_memory_above_16(
-        self: TransformersSource, prefixes: list[list[int]], length: int
+        self: TransformersSource,
+        contexts: list[list[int]],
+        prefixes: list[list[int]],
+        length: int,
     ) -> torch.Tensor:
         if len(prefixes) > 16:
             raise torch.OutOfMemoryError("too large")
-        return generate(self, prefixes, length)
+        return generate(self, contexts, prefixes, length)
 
     monkeypatch.setattr(TransformersSource, "_continue", out_of_memory_above_16)
     monkeypatch.setattr(source, "batch_size", 100)

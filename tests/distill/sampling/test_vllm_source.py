@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from smollm2 import has_fast_bfloat16
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM emits many
 
-OPTIONS = {"max_model_len": 32, "max_num_seqs": 512, "enforce_eager": True}
+OPTIONS: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 512, "enforce_eager": True}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor
 from foretrace.distill.em.e_step import BatchCounts, BatchParameters
 from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.hmm.probability import CHUNK_ELEMENTS
+from foretrace.hmm.probability import CHUNK_ELEMENTS, emit_only_ends_
 
 SMALLEST_FACTOR = 1e-15  # below this, multiply the factor in: about once in 35 steps
 
@@ -24,8 +24,8 @@ SMALLEST_FACTOR = 1e-15  # below this, multiply the factor in: about once in 35 
 class Counts:
     """Expected counts per sequence, with a pseudocount that keeps unseen events possible.
 
-    With an `eos_token_id`, the last state is absorbing, and it alone emits that token. Both hold
-    exactly; they are not learnt.
+    With an `eos_token_id`, the last state is absorbing, and it alone emits that token and the
+    other ends of texts, which do not occur in rows. Both hold exactly; they are not learnt.
     """
 
     initial: Tensor  # (h,)
@@ -35,6 +35,7 @@ class Counts:
     pseudocount: float
     eos_token_id: int | None
     factor: float = 1.0
+    other_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._workspace = Workspace(self.emission)
@@ -58,12 +59,13 @@ class Counts:
             total=torch.full_like(hmm.initial, visits),
             pseudocount=pseudocount,
             eos_token_id=eos_token_id,
+            other_ends=() if eos_token_id is None else hmm.config.eos_token_ids[1:],
         )
 
     @property
     def num_text_tokens(self) -> int:
         """The number of tokens that states other than the end-of-text state can emit."""
-        return len(self.emission) - (self.eos_token_id is not None)
+        return len(self.emission) - (self.eos_token_id is not None) - len(self.other_ends)
 
     def parameters(self, tokens: Tensor) -> BatchParameters:
         """Compute the probabilities of the (U,) tokens of a batch.
@@ -106,9 +108,7 @@ class Counts:
         parameters = self.parameters(torch.zeros(1, dtype=torch.long, device=self.emission.device))
         table = self.emission.mul_(self.factor).add_(self.pseudocount)
         if self.eos_token_id is not None:
-            table[self.eos_token_id] = 0.0
-            table[:, -1] = 0.0
-            table[self.eos_token_id, -1] = 1.0
+            table = emit_only_ends_(table, (self.eos_token_id, *self.other_ends))
         # Without a pseudocount, a state may have no counts: it emits every token equally.
         totals = table.sum(0)
         table[:, totals == 0] = 1 / len(table)

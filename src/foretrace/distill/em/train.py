@@ -257,13 +257,13 @@ def _require_compatible(start: HMM, corpus: Corpus) -> int | None:
     require_same_fingerprint(
         "The starting HMM", start.config.tokenizer_fingerprint, manifest.tokenizer_fingerprint
     )
-    eos = manifest.eos_token_id
-    if (() if eos is None else (eos,)) != start.config.eos_token_ids:
+    if manifest.eos_token_ids != start.config.eos_token_ids:
         raise InvalidInputError(
-            f"The end-of-text token of the corpus is {eos}, and that of the HMM is "
-            f"{list(start.config.eos_token_ids)}. Start from an HMM with the same end of text."
+            f"The end-of-text tokens of the corpus are {list(manifest.eos_token_ids)}, and those "
+            f"of the HMM are {list(start.config.eos_token_ids)}. Start from an HMM with the same "
+            f"ends of text."
         )
-    return eos
+    return manifest.eos_token_id
 
 
 def _checkpoint_settings(
@@ -278,6 +278,7 @@ def _checkpoint_settings(
         "vocab_size": corpus.manifest.vocab_size,
         "length": corpus.manifest.length,
         "eos_token_id": corpus.manifest.eos_token_id,
+        "other_ends": corpus.manifest.other_ends,
         "sums": dtype_name(counts.initial.dtype),
         "start": start,
         "shards": [[shard.path.name, shard.rows, shard.crc32] for shard in shards],

@@ -3,6 +3,7 @@
 A folder holds `corpus.json`, the manifest, and `shard-000000.safetensors` and so on. A shard is
 written atomically and carries its own checksum. There is no index to keep consistent, so any number
 of processes can add shards at once. Rows that end early are padded with the end-of-text token.
+A shard of answers in chats also holds what the language model read before each row.
 """
 
 import json
@@ -34,6 +35,7 @@ class Manifest:
         vocab_size: The size of the vocabulary.
         eos_token_id: The token that ends a text and pads the rest of its row; None if texts do not
             end.
+        other_ends: Further tokens that end a text. Rows hold `eos_token_id` in their place.
         tokenizer_fingerprint: The `foretrace.fingerprint` of the vocabulary.
         source_model: The language model that the rows were sampled from.
         sampling: The settings that the rows were sampled with.
@@ -53,23 +55,60 @@ class Manifest:
     tokenizer_fingerprint: str | None = None
     source_model: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    other_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "other_ends", tuple(self.other_ends))
         if self.length < 1 or self.vocab_size < 1:
             raise InvalidInputError(
                 f"A corpus needs rows of at least 1 token and a vocabulary, but length is "
                 f"{self.length} and vocab_size {self.vocab_size}."
             )
-        if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
-            raise InvalidInputError(
-                f"eos_token_id is {self.eos_token_id}, but the vocabulary ends at "
-                f"{self.vocab_size - 1}."
-            )
+        if self.other_ends and self.eos_token_id is None:
+            raise InvalidInputError("A corpus with other_ends needs an eos_token_id.")
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise InvalidInputError(
+                    f"eos_token_id is {token}, but the vocabulary ends at {self.vocab_size - 1}."
+                )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a text."""
+        return () if self.eos_token_id is None else (self.eos_token_id, *self.other_ends)
 
     @property
     def token_dtype(self) -> torch.dtype:
         """The narrowest dtype that holds every token id."""
         return torch.uint16 if self.vocab_size <= 1 << 16 else torch.uint32
+
+
+class RowPrompts(NamedTuple):
+    """The prompts of rows.
+
+    Attributes:
+        contexts: The tokens that the language model read before each row.
+        lengths: How many tokens at the beginning of each row belong to its prompt: (rows,).
+    """
+
+    contexts: list[list[int]]
+    lengths: Tensor
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors to store, with token ids of this dtype."""
+        tokens = [token for context in self.contexts for token in context]
+        return {
+            "contexts": torch.tensor(tokens, dtype=torch.long).to(dtype),
+            "context_lengths": torch.tensor([len(context) for context in self.contexts]),
+            "prompt_lengths": self.lengths.long(),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Read the tensors of a shard."""
+        sizes = tensors["context_lengths"].tolist()
+        contexts = torch.split(tensors["contexts"].long(), sizes)
+        return cls([context.tolist() for context in contexts], tensors["prompt_lengths"])
 
 
 class Shard(NamedTuple):
@@ -151,8 +190,10 @@ class Corpus:
         if not path.exists():
             _io.write_json(path, {"format_version": FORMAT_VERSION, **asdict(manifest)})
         corpus = cls(folder)
-        existing, wanted = asdict(corpus.manifest), asdict(manifest)
-        if existing != json.loads(json.dumps(wanted)):
+        existing, wanted = (
+            json.loads(json.dumps(asdict(content))) for content in (corpus.manifest, manifest)
+        )
+        if existing != wanted:
             differing = ", ".join(key for key in wanted if wanted[key] != existing[key])
             raise InvalidFileError(
                 f"{folder} holds another corpus: {differing} differ. Use the same settings, or "
@@ -191,12 +232,13 @@ class Corpus:
         """
         return self.folder / f"shard-{index:06d}.safetensors"
 
-    def write_shard(self, path: Path, tokens: Tensor) -> bool:
+    def write_shard(self, path: Path, tokens: Tensor, prompts: RowPrompts | None = None) -> bool:
         """Write rows as a shard of a given path, unless it exists.
 
         Args:
             path: A path from `shard_path`.
             tokens: Token ids, (rows, length).
+            prompts: The prompts of the rows, if they are answers in chats.
 
         Returns:
             Whether the shard was written; False if it exists already.
@@ -208,8 +250,9 @@ class Corpus:
         self._require_valid(tokens)
         narrow = tokens.to(self.manifest.token_dtype).cpu().contiguous()
         metadata = {"crc32": str(_io.checksum(narrow))}
+        stored = {} if prompts is None else prompts.tensors(self.manifest.token_dtype)
         try:
-            _io.write_tensors(path, {"tokens": narrow}, metadata, replace=False)
+            _io.write_tensors(path, {"tokens": narrow, **stored}, metadata, replace=False)
         except FileExistsError:
             return False
         return True
@@ -226,6 +269,11 @@ class Corpus:
             raise InvalidInputError(
                 f"Token ids range from {low} to {high}, but the corpus has a vocabulary of "
                 f"{manifest.vocab_size}. Was another tokenizer used?"
+            )
+        if bool(torch.isin(tokens, torch.tensor(manifest.other_ends, device=tokens.device)).any()):
+            raise InvalidInputError(
+                f"Some rows hold a token of {list(manifest.other_ends)}, which end texts. Replace "
+                f"it by the end-of-text token, {manifest.eos_token_id}."
             )
         if manifest.eos_token_id is not None:
             ended = (tokens == manifest.eos_token_id).cumsum(1) > 0
@@ -296,6 +344,21 @@ class Corpus:
                 f"again; the other shards are not affected."
             )
         return tokens
+
+    def read_prompts(self, shard: Shard) -> RowPrompts | None:
+        """Read the prompts of a shard's rows.
+
+        Args:
+            shard: One of `shards()`.
+
+        Returns:
+            The prompts; None if the shard has none.
+
+        Raises:
+            InvalidFileError: If the shard is damaged.
+        """
+        tensors, _ = _io.read_tensors(shard.path)
+        return RowPrompts.from_tensors(tensors) if "contexts" in tensors else None
 
     def _open(self, shard: Shard) -> Tensor:
         tensors, _ = _io.read_tensors(shard.path)

@@ -1,13 +1,17 @@
 """Sample a corpus from a language model, in any number of processes at once."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from foretrace.distill.sampling.corpus import Corpus, Manifest
+from foretrace.chat import Prompt, is_chat
+from foretrace.distill.sampling.corpus import Corpus, Manifest, RowPrompts
 from foretrace.distill.sampling.source import Source
 from foretrace.distill.sampling.work_claims import share_work
 from foretrace.errors import InvalidInputError
@@ -49,8 +53,19 @@ class SamplingConfig:
         return min(self.shard_rows, self.sequences - shard * self.shard_rows)
 
 
+def are_chats(prompts: Sequence[Prompt]) -> bool:
+    """Return whether all prompts are chats; raise if only some are."""
+    chats = sum(map(is_chat, prompts))
+    if chats not in (0, len(prompts)):
+        raise InvalidInputError(
+            f"{chats} of {len(prompts)} prompts are chats, and the others are texts. Distil an HMM "
+            f"from either."
+        )
+    return chats > 0
+
+
 def open_corpus(
-    folder: Path, source: Source, config: SamplingConfig, prompts: Sequence[str]
+    folder: Path, source: Source, config: SamplingConfig, prompts: Sequence[Prompt]
 ) -> Corpus:
     """Create the corpus of a source, or open it if it has the same settings."""
     return Corpus.create(
@@ -62,12 +77,15 @@ def open_corpus(
             tokenizer_fingerprint=source.tokenizer_fingerprint,
             source_model=source.name,
             sampling=manifest_settings(config, prompts),
+            other_ends=source.ends[1:],
         ),
     )
 
 
-def manifest_settings(config: SamplingConfig, prompts: Sequence[str]) -> dict[str, object]:
+def manifest_settings(config: SamplingConfig, prompts: Sequence[Prompt]) -> dict[str, object]:
     """Return the sampling settings for the manifest of a corpus."""
+    chat = are_chats(prompts)
+    texts = [json.dumps(list(map(dict, one))) if is_chat(one) else str(one) for one in prompts]
     return {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -75,16 +93,16 @@ def manifest_settings(config: SamplingConfig, prompts: Sequence[str]) -> dict[st
         "sampling_seed": config.seed,
         "shard_rows": config.shard_rows,
         "prompts": len(prompts),
-        "prompts_sha256": sha256("\0".join(prompts).encode()).hexdigest(),
-        "prompted": config.prompted if prompts else 0.0,
-    }
+        "prompts_sha256": sha256("\0".join(texts).encode()).hexdigest(),
+        "prompted": 1.0 if chat else config.prompted if prompts else 0.0,
+    } | ({"chat": True} if chat else {})
 
 
 def sample(
     folder: Path,
     source: Source,
     config: SamplingConfig,
-    prompts: Sequence[str] = (),
+    prompts: Sequence[Prompt] = (),
     observe: Callable[[int], None] | None = None,
 ) -> Corpus:
     """Sample the missing shards of a corpus, together with any other worker on the same folder.
@@ -94,12 +112,15 @@ def sample(
     shard that this worker adds.
     """
     corpus = open_corpus(folder, source, config, prompts)
-    prefixes = Prefixes(source, prompts, config)
+    openings = Openings(source, prompts, config)
 
     def draw(shard: int, path: Path) -> None:
+        contexts, prefixes = zip(*openings.for_shard(shard), strict=True)
         seed = _draw_seed(config.seed, shard)
-        rows = source.draw(prefixes.for_shard(shard), config.length, seed=seed)
-        corpus.write_shard(path, rows)
+        rows = source.draw(prefixes, config.length, seed, contexts)
+        lengths = torch.tensor([len(prefix) for prefix in prefixes])
+        chats = RowPrompts(list(contexts), lengths) if openings.chat else None
+        corpus.write_shard(path, rows, chats)
         if observe is not None:
             observe(len(rows))
 
@@ -107,30 +128,57 @@ def sample(
     return corpus
 
 
-class Prefixes:
-    """The prefixes of the rows of a corpus: prompts, or nothing.
+class Opening(NamedTuple):
+    """How a row begins: the LM reads the context, then the prefix, which is part of the row."""
 
-    Prompts are cut to half a row, so that at least half of each row is sampled.
+    context: list[int]
+    prefix: list[int]
+
+
+class Openings:
+    """The openings of the rows of a corpus: prompts, or nothing.
+
+    A text begins with the token that begins texts, which is its context. Prompts are cut to half a
+    row, so that at least half of each row is sampled. Every row of a corpus of chats answers one.
     """
 
-    def __init__(self, source: Source, prompts: Sequence[str], config: SamplingConfig) -> None:
+    def __init__(self, source: Source, prompts: Sequence[Prompt], config: SamplingConfig) -> None:
         half = config.length // 2
-        self.config = config
+        self.config, self.chat = config, are_chats(prompts)
+        self.nothing = Opening([source.eos_token_id], [])
         encoded = source.encode(prompts) if prompts else []
-        self.prompts = [_cut_at_end(ids[:half], source.eos_token_id) for ids in encoded]
+        if self.chat:
+            self.prompts = [_split_chat(ids, source.ends, half) for ids in encoded]
+        else:
+            self.prompts = [
+                Opening(self.nothing.context, _cut_at_end(ids[:half], source.eos_token_id))
+                for ids in encoded
+            ]
 
-    def for_shard(self, shard: int) -> list[list[int]]:
-        """Choose a prefix for each row; the choice depends on the seed and the shard alone."""
+    def for_shard(self, shard: int) -> list[Opening]:
+        """Choose an opening for each row; the choice depends on the seed and the shard alone."""
         count = self.config.rows(shard)
         if not self.prompts:
-            return [[] for _ in range(count)]
+            return [self.nothing] * count
         random = np.random.default_rng([self.config.seed, shard])
         prompt_index = random.integers(len(self.prompts), size=count)
-        prompted = random.permutation(count) < round(self.config.prompted * count)
+        share = 1.0 if self.chat else self.config.prompted
+        prompted = random.permutation(count) < round(share * count)
         return [
-            self.prompts[index] if has_prompt else []
+            self.prompts[index] if has_prompt else self.nothing
             for index, has_prompt in zip(prompt_index, prompted, strict=True)
         ]
+
+
+def _split_chat(token_ids: list[int], ends: Sequence[int], longest: int) -> Opening:
+    """Split a chat after its last end of a turn: there steering begins to read.
+
+    The second part has at most `longest` tokens, and the first has one at least, which predicts the
+    first token of the row.
+    """
+    after_end = 1 + max((i for i, token in enumerate(token_ids) if token in ends), default=0)
+    split = max(after_end, len(token_ids) - longest)
+    return Opening(token_ids[:split], token_ids[split:])
 
 
 def _cut_at_end(token_ids: list[int], eos_token_id: int) -> list[int]:

@@ -5,13 +5,14 @@ library (transformers keeps the 50 most likely tokens) would change the distribu
 learns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.errors import InvalidInputError, reason
 
 if TYPE_CHECKING:
@@ -24,18 +25,32 @@ class Source(Protocol):
     name: str
     """The name to publish: a hub id, or the name of a folder without its path."""
     vocab_size: int
-    eos_token_id: int
+    ends: tuple[int, ...]
+    """The tokens that end a text; in a row, the first of them stands for all."""
     tokenizer_fingerprint: str
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first of the tokens that end a text; it also begins texts."""
 
     @property
     def batch_size(self) -> int:
         """The number of sequences that are sampled at once."""
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Convert texts to token ids, without special tokens."""
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Convert texts to token ids without special tokens, and chats by the chat template."""
 
-    def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
-        """Continue each prefix to `length` tokens, padded with end of text: (n, length)."""
+    def draw(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        length: int,
+        seed: int,
+        contexts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Continue each prefix to `length` tokens, padded with end of text: (n, length).
+
+        The LM reads the contexts before the prefixes: by default the token that begins a text.
+        """
 
     def close(self) -> None:
         """Free memory and devices; the source cannot be used afterwards."""
@@ -62,17 +77,51 @@ def end_of_text_id(tokenizer: "PreTrainedTokenizerBase", token: str | None) -> i
     return int(token_id)
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Convert texts to token ids, without special tokens."""
-    return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
+def find_ends(
+    tokenizer: "PreTrainedTokenizerBase",
+    token: str | None,
+    *,
+    chat: bool,
+    model_ends: int | Iterable[int] | None,
+) -> tuple[int, ...]:
+    """Return the tokens that end a text: of texts one, `token` or the tokenizer's own.
+
+    An answer in a chat ends at the end of its turn in the chat template, at the tokenizer's end of
+    text, and at the model's own ends. The first of them, or else `token`, is the usual end.
+    """
+    if not chat:
+        return (end_of_text_id(tokenizer, token),)
+    usual = end_of_turn(tokenizer) if token is None else end_of_text_id(tokenizer, token)
+    listed = [model_ends] if isinstance(model_ends, int) else list(model_ends or [])
+    ends = [end for end in (usual, tokenizer.eos_token_id, *listed) if end is not None]
+    if not ends:
+        raise InvalidInputError(
+            "Neither the chat template nor the tokenizer has a token that ends an answer. Name "
+            "one: --end-of-text TOKEN."
+        )
+    return tuple(dict.fromkeys(ends))
 
 
-def pad_rows(sequences: Sequence[Tensor], length: int, eos_token_id: int) -> Tensor:
-    """Cut sequences to `length` tokens, and pad shorter ones with end of text: (n, length)."""
-    rows = torch.full((len(sequences), length), eos_token_id)
+def encode(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Convert texts to token ids without special tokens, and chats by the chat template."""
+    return [
+        encode_chat(tokenizer, prompt)
+        if is_chat(prompt)
+        else list(tokenizer(prompt, add_special_tokens=False).input_ids)
+        for prompt in prompts
+    ]
+
+
+def pad_rows(sequences: Sequence[Tensor], length: int, ends: Sequence[int]) -> Tensor:
+    """Cut sequences to `length` tokens, and pad them with the first end of text: (n, length).
+
+    It replaces the end of a sequence, so that one token stands for all ends.
+    """
+    rows = torch.full((len(sequences), length), ends[0])
     for row, tokens in zip(rows, sequences, strict=True):
         row[: len(tokens)] = tokens[:length]
-    return rows
+    ended = torch.isin(rows, torch.tensor(ends)).cumsum(1) > 0
+    return rows.masked_fill_(ended, ends[0])
 
 
 def tokenizer_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from foretrace._hardware import default_dtype
+from foretrace.chat import Prompt
 from foretrace.distill.sampling.source import (
     encode,
-    end_of_text_id,
+    find_ends,
     load_tokenizer_and_model,
     pad_rows,
     public_name,
@@ -30,7 +32,7 @@ class TransformersSource:
     name: str
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    eos_token_id: int
+    ends: tuple[int, ...]
     batch_size: int = 256
     vocab_size: int = field(init=False)
     tokenizer_fingerprint: str = field(init=False)
@@ -39,12 +41,18 @@ class TransformersSource:
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
 
+    @property
+    def eos_token_id(self) -> int:
+        """The first of the tokens that end a text; it also begins texts."""
+        return self.ends[0]
+
     @classmethod
     def load(
         cls,
         name: str,
         *,
         end_of_text_token: str | None = None,
+        chat: bool = False,
         dtype: "str | torch.dtype" = "auto",
         device: str = "cpu",
         **options: Any,
@@ -68,36 +76,64 @@ class TransformersSource:
         )
         if "device_map" not in options:
             model.to(device)
+        ends = find_ends(
+            tokenizer,
+            end_of_text_token,
+            chat=chat,
+            model_ends=model.generation_config.eos_token_id,
+        )
         # A model's generation config may change the distribution, by a repetition penalty for
         # example, and `generate` reads every setting from it that is not passed.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-        eos_token_id = end_of_text_id(tokenizer, end_of_text_token)
-        return cls(public_name(name), model.eval(), tokenizer, eos_token_id)
+        return cls(public_name(name), model.eval(), tokenizer, ends)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Convert texts to token ids, without special tokens."""
-        return encode(self.tokenizer, texts)
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Convert texts to token ids without special tokens, and chats by the chat template."""
+        return encode(self.tokenizer, prompts)
 
-    def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
+    def draw(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        length: int,
+        seed: int,
+        contexts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         torch.manual_seed(seed)
+        contexts = self._default(contexts, len(prefixes))
         rows = torch.empty(len(prefixes), length, dtype=torch.long)
         # Group prefixes of similar length: all rows of a batch generate as many tokens as the
         # shortest prefix needs.
-        order = sorted(range(len(prefixes)), key=lambda row: len(prefixes[row]))
-        for batch, drawn in self._in_batches(
-            order, lambda batch: self._continue([prefixes[row] for row in batch], length)
-        ):
+        order = sorted(
+            range(len(prefixes)), key=lambda row: (len(prefixes[row]), len(contexts[row]))
+        )
+
+        def work(batch: list[int]) -> Tensor:
+            return self._continue(
+                [contexts[row] for row in batch], [prefixes[row] for row in batch], length
+            )
+
+        for batch, drawn in self._in_batches(order, work):
             rows[batch] = drawn
         return rows
 
-    def hidden(self, rows: Tensor) -> Tensor:
+    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
 
-        The state at t predicts token t; the state at t + 1 has read it.
+        The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
+        of at least one token each, before the rows: by default the token that begins a text.
         """
-        batches = self._in_batches(range(len(rows)), lambda batch: self._hidden(rows[batch]))
+        contexts = self._default(contexts, len(rows))
+        batches = self._in_batches(
+            range(len(rows)),
+            lambda batch: self._hidden(rows[batch], [contexts[row] for row in batch]),
+        )
         return torch.cat([hidden for _, hidden in batches])
+
+    def _default(
+        self, contexts: Sequence[Sequence[int]] | None, count: int
+    ) -> Sequence[Sequence[int]]:
+        return [[self.eos_token_id]] * count if contexts is None else contexts
 
     def _in_batches(
         self, rows: Sequence[int], work: Callable[[list[int]], Tensor]
@@ -136,22 +172,31 @@ class TransformersSource:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def _hidden(self, rows: Tensor) -> Tensor:
-        input_ids = torch.nn.functional.pad(rows.long(), (1, 0), value=self.eos_token_id)
+    def _hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]]) -> Tensor:
+        sequences = [
+            torch.cat([torch.tensor(list(context)), row])
+            for context, row in zip(contexts, rows.long(), strict=True)
+        ]
+        input_ids = pad_sequence(sequences, batch_first=True)  # the LM is causal: no mask is needed
         outputs = self.model.base_model(input_ids.to(self.model.device))
         hidden: Tensor = outputs.last_hidden_state
-        return hidden.cpu()
+        last = [len(context) - 1 for context in contexts]
+        length = rows.shape[1] + 1
+        return torch.stack(
+            [row[start : start + length] for row, start in zip(hidden.cpu(), last, strict=True)]
+        )
 
     @torch.inference_mode()
-    def _continue(self, prefixes: Sequence[Sequence[int]], length: int) -> Tensor:
-        longest = max(len(prefix) for prefix in prefixes)
-        shortest = min(len(prefix) for prefix in prefixes)
-        input_ids = torch.full((len(prefixes), longest + 1), self.eos_token_id)
+    def _continue(
+        self, contexts: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], length: int
+    ) -> Tensor:
+        inputs = [[*start, *prefix] for start, prefix in zip(contexts, prefixes, strict=True)]
+        longest, shortest = max(map(len, inputs)), min(map(len, prefixes))
+        input_ids = torch.full((len(inputs), longest), self.eos_token_id)
         mask = torch.zeros_like(input_ids)
-        for row, prefix in enumerate(prefixes):  # padding on the left, end of text, the prefix
-            begin = longest + 1 - len(prefix)
-            input_ids[row, begin:] = torch.tensor(list(prefix), dtype=torch.long)
-            mask[row, begin - 1 :] = 1
+        for row, tokens in enumerate(inputs):  # padding on the left, the context, the prefix
+            input_ids[row, longest - len(tokens) :] = torch.tensor(tokens)
+            mask[row, longest - len(tokens) :] = 1
         generate: Any = self.model.generate  # a decorator hides its type
         output_ids: Tensor = generate(
             input_ids.to(self.model.device),
@@ -159,14 +204,13 @@ class TransformersSource:
             do_sample=False,
             logits_processor=[keep_sampled_token],
             max_new_tokens=length - shortest,
-            eos_token_id=self.eos_token_id,
+            eos_token_id=list(self.ends),
             pad_token_id=self.eos_token_id,
         ).cpu()
         sequences = [
-            row[longest + 1 - len(prefix) :]
-            for row, prefix in zip(output_ids, prefixes, strict=True)
+            row[longest - len(prefix) :] for row, prefix in zip(output_ids, prefixes, strict=True)
         ]
-        return pad_rows(sequences, length, self.eos_token_id)
+        return pad_rows(sequences, length, self.ends)
 
 
 def keep_sampled_token(_: Tensor, logits: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from foretrace._hardware import default_dtype
+from foretrace.chat import Prompt
 from foretrace.distill.sampling.source import (
     encode,
-    end_of_text_id,
+    find_ends,
     load_tokenizer_and_model,
     pad_rows,
     public_name,
@@ -31,13 +32,18 @@ class VLLMSource:
     name: str
     engine: Any  # vllm.LLM: vLLM is not typed, and it is optional
     tokenizer: "PreTrainedTokenizerBase"
-    eos_token_id: int
+    ends: tuple[int, ...]
     vocab_size: int = field(init=False)
     tokenizer_fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocab_size = int(self.engine.llm_engine.model_config.get_vocab_size())
         self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first of the tokens that end a text; it also begins texts."""
+        return self.ends[0]
 
     @property
     def batch_size(self) -> int:
@@ -50,6 +56,7 @@ class VLLMSource:
         name: str,
         *,
         end_of_text_token: str | None = None,
+        chat: bool = False,
         dtype: "str | torch.dtype" = "auto",
         **options: Any,
     ) -> "VLLMSource":
@@ -74,14 +81,21 @@ class VLLMSource:
         tokenizer, engine = load_tokenizer_and_model(
             name, AutoTokenizer, partial(LLM, model=name), {"dtype": dtype, **options}
         )
-        eos_token_id = end_of_text_id(tokenizer, end_of_text_token)
-        return cls(public_name(name), engine, tokenizer, eos_token_id)
+        model_ends = engine.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+        ends = find_ends(tokenizer, end_of_text_token, chat=chat, model_ends=model_ends)
+        return cls(public_name(name), engine, tokenizer, ends)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Convert texts to token ids, without special tokens."""
-        return encode(self.tokenizer, texts)
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Convert texts to token ids without special tokens, and chats by the chat template."""
+        return encode(self.tokenizer, prompts)
 
-    def draw(self, prefixes: Sequence[Sequence[int]], length: int, seed: int) -> Tensor:
+    def draw(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        length: int,
+        seed: int,
+        contexts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         from vllm import SamplingParams
 
@@ -94,20 +108,24 @@ class VLLMSource:
                 top_p=1.0,
                 top_k=0,
                 max_tokens=length - len(prefix),
-                stop_token_ids=[self.eos_token_id],
+                stop_token_ids=list(self.ends),
                 ignore_eos=True,  # the model may list other end-of-text tokens
                 detokenize=False,
                 seed=int(row_seed),
             )
             for prefix, row_seed in zip(prefixes, seeds, strict=True)
         ]
-        prompts = [{"prompt_token_ids": [self.eos_token_id, *prefix]} for prefix in prefixes]
+        contexts = [[self.eos_token_id]] * len(prefixes) if contexts is None else contexts
+        prompts = [
+            {"prompt_token_ids": [*context, *prefix]}
+            for context, prefix in zip(contexts, prefixes, strict=True)
+        ]
         outputs = self.engine.generate(prompts, settings, use_tqdm=False)
         sequences = [
             torch.tensor([*prefix, *output.outputs[0].token_ids])
             for prefix, output in zip(prefixes, outputs, strict=True)
         ]
-        return pad_rows(sequences, length, self.eos_token_id)
+        return pad_rows(sequences, length, self.ends)
 
     def close(self) -> None:
         """Shut the engine down, so that it frees its GPUs."""

@@ -6,7 +6,7 @@ projected to their principal axes. k-means over these pairs assigns a state to e
 Counts of states, transitions and emitted tokens yield the three tables.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,13 +24,14 @@ from foretrace.distill.start import kmeans
 from foretrace.distill.start.basis import Basis
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
+from foretrace.hmm.probability import emit_only_ends_
 
 FILE_ROWS = 128  # rows per file of hidden states: 1 MB at 128 dimensions and 32 tokens
 SHARED_EMISSION = 0.1  # weight of the common token distribution in the emission of every state
 SHARED_TRANSITION = 0.02  # weight of the common state distribution in every transition
 
-HiddenStates = Callable[[Tensor], Tensor]
-"""Computes the LM's hidden states of (n, T) rows: (n, T + 1, d)."""
+HiddenStates = Callable[[Tensor, Sequence[Sequence[int]] | None], Tensor]
+"""Computes the LM's hidden states of (n, T) rows, after contexts if there are: (n, T + 1, d)."""
 Observer = Callable[[int, int], None]
 """Receives how many units of work are done, and their total."""
 
@@ -138,9 +139,9 @@ class LatentStart:
         """
 
         def fit_basis(_number: int, path: Path) -> None:
-            rows = self._rows(*self.pieces[0])  # one file has enough positions
+            rows, contexts = self._rows(*self.pieces[0])  # one file has enough positions
             mask = before_end_mask(rows, self.eos)
-            basis = Basis.fit(hidden_states(rows)[:, 1:][mask], self.config.dimensions)
+            basis = Basis.fit(hidden_states(rows, contexts)[:, 1:][mask], self.config.dimensions)
             _io.write_tensors(path, {"mean": basis.mean, "axes": basis.axes}, {})
 
         share_work([self.basis_path], fit_basis, until=until)
@@ -149,20 +150,25 @@ class LatentStart:
         basis = Basis(**_io.read_tensors(self.basis_path)[0])
 
         def write_file(number: int, path: Path) -> None:
-            rows = self._rows(*self.pieces[number])
-            hidden = basis(hidden_states(rows)).half()
+            rows, contexts = self._rows(*self.pieces[number])
+            hidden = basis(hidden_states(rows, contexts)).half()
             _io.write_tensors(path, {"tokens": rows, "hidden": hidden}, {})
             if observe is not None:
                 observe(len(list(path.parent.glob("hidden-*"))), len(self.paths))
 
         share_work(self.paths, write_file, until=until)
 
-    def _rows(self, number: int, piece: int) -> Tensor:
-        """Read the rows of a piece: FILE_ROWS training rows of a shard, in random order."""
+    def _rows(self, number: int, piece: int) -> tuple[Tensor, list[list[int]] | None]:
+        """Read the rows of a piece and their contexts: FILE_ROWS rows of a shard, in random order.
+
+        Only training rows are read.
+        """
         shard, training_rows = self.split[number].shard, self.split[number].training_rows
         order = np.random.default_rng([self.config.seed, number]).permutation(training_rows)
         chosen = order[piece * FILE_ROWS : (piece + 1) * FILE_ROWS]
-        return self.corpus.read(shard).long()[torch.from_numpy(chosen)]
+        prompts = self.corpus.read_prompts(shard)
+        contexts = None if prompts is None else [prompts.contexts[row] for row in chosen]
+        return self.corpus.read(shard).long()[torch.from_numpy(chosen)], contexts
 
     def blocks(self) -> Iterator[Block]:
         """Read the files one by one."""
@@ -213,12 +219,14 @@ class LatentStart:
             initial += torch.bincount(state[:, 0], minlength=states)
             _add_counts(transition_counts, state[:, :-1] * states + state[:, 1:])
             _add_counts(emission_counts, block.tokens * states + state)
-        emission = _emission_from_counts(emission_counts.view(-1, states), self.eos)
+        emission = _emission_from_counts(
+            emission_counts.view(-1, states), self.corpus.manifest.eos_token_ids
+        )
         initial, transition = _transition_from_counts(
             initial, transition_counts.view(states, states)
         )
         config = HMMConfig(
-            eos_token_ids=(self.eos,),
+            eos_token_ids=manifest.eos_token_ids,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             source_model=manifest.source_model,
         )
@@ -276,17 +284,15 @@ def _transition_from_counts(initial: Tensor, counts: Tensor) -> tuple[Tensor, Te
     return initial, counts
 
 
-def _emission_from_counts(counts: Tensor, eos: int) -> Tensor:
+def _emission_from_counts(counts: Tensor, ends: tuple[int, ...]) -> Tensor:
     """Convert (V, h) counts to p(x | z), in place, mixed with the common token distribution."""
-    counts[eos], counts[:, -1] = 0.0, 0.0
+    counts[list(ends)], counts[:, -1] = 0.0, 0.0
     common = counts.sum(1) + 1.0
-    common[eos] = 0.0
+    common[list(ends)] = 0.0
     common /= common.sum()
     total = counts.sum(0)
     weight = torch.where(total > 0, 1 - SHARED_EMISSION, 0.0)  # 0 for a state without positions
     counts *= weight / total.clamp_min(1)
     for tokens in torch.split(torch.arange(len(counts)), 1024):
         counts[tokens] += common[tokens, None] * (1 - weight)
-    counts[:, -1] = 0.0
-    counts[eos, -1] = 1.0
-    return counts
+    return emit_only_ends_(counts, ends)
