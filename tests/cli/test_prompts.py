@@ -1,11 +1,12 @@
 """Prompts from files of several formats."""
 
+import json
 import lzma
 from pathlib import Path
 
 import pytest
 
-from foretrace.cli.prompts import read_prompts
+from foretrace.cli.prompts import read_chats, read_prompts
 from foretrace.errors import InvalidFileError
 
 
@@ -25,3 +26,18 @@ def test_files_without_prompts_are_errors(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(InvalidFileError, match=r"row|line"):
         read_prompts(path)
+
+
+def test_chats_are_messages_or_lines(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("hello\n")
+    assert read_chats(tmp_path / "plain.txt") == [[{"role": "user", "content": "hello"}]]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    assert read_chats(tmp_path / "chats.jsonl") == [messages]
+
+
+@pytest.mark.parametrize("messages", ["hello", [], ["hello"], 3])
+def test_other_messages_are_errors(messages: object, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(InvalidFileError, match="'messages' of row 1"):
+        read_chats(tmp_path / "chats.jsonl")

@@ -13,11 +13,12 @@ import torch
 
 import foretrace as ft
 import forked
+from foretrace.chat import as_messages
 from foretrace.distill import EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import StageProgress, publish
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm.storage import named_tensors
-from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
+from tiny_lm import WORDS, chat_tokenizer, word_tokenizer, write_tiny_lm
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("faiss", reason="needs the extra `transformers`")
@@ -73,6 +74,7 @@ def test_the_likelihood_grows(finished: Path) -> None:
 SCRIPT = """
 import json, sys
 import foretrace as ft
+from foretrace.chat import as_messages
 from foretrace.distill import EMConfig, LatentConfig
 settings = json.loads(sys.argv[1])
 settings["latent"] = LatentConfig(**settings["latent"])
@@ -263,3 +265,22 @@ def test_the_default_shard_size_follows_the_number_of_sequences(
 ) -> None:
     config = ft.DistillConfig(num_states=8, sequences=sequences, em=EMConfig(held_out=10))
     assert config.sampling.shards == shards
+
+
+@pytest.mark.parametrize("start", ["latent", "random"])
+def test_an_hmm_of_answers_knows_all_ends(start: str, tmp_path: Path) -> None:
+    model = write_tiny_lm(tmp_path / "lm", chat_tokenizer())
+    config = replace(CONFIG, sequences=200, start=start, shard_rows=100)
+    chats = [as_messages("w1 w2"), as_messages("w3")]
+    hmm = ft.distill(str(model), config, out=tmp_path / "out", prompts=chats)
+    end, other = hmm.config.eos_token_ids
+    assert (end, other) == (1, 0)
+    emission = hmm.emission.rows(torch.tensor([end, other]))
+    assert (emission[:, :-1] == 0).all()  # the last state alone ends texts
+    assert emission[0, -1] > 0.99
+    assert emission[1, -1] > 0
+    assert float(emission[:, -1].sum()) == pytest.approx(1.0)
+    sparse = hmm.sparsify(1e-3).emission.rows(torch.tensor([end, other]))
+    torch.testing.assert_close(sparse, emission, rtol=1e-3, atol=1e-6)
+    again = ft.distill(str(model), config, out=tmp_path / "out", prompts=chats)
+    assert torch.equal(again.initial, hmm.initial)

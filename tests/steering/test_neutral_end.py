@@ -125,3 +125,27 @@ def test_a_goal_that_allows_nothing_but_the_end(hmm: HMM) -> None:
     steered = tracker.reweight(logits)
     assert steered.isfinite()[0, HMM_END]
     assert steered.softmax(-1)[0, HMM_END] == 1.0
+
+
+@pytest.mark.parametrize("name", ["one", "not", "all"])
+def test_every_end_of_an_hmm_is_an_end(name: str) -> None:
+    """An HMM of chats knows the end of a turn and the end of text: tokens 2 and 0."""
+    hmm = tiny_hmm("two ends")
+    logits = torch.tensor([[0.3, -1.0, 0.5, 1.5]])
+    neutral, plain = (
+        steer(hmm, [Request((goal(hmm, name, neutral_end=neutral_end),), (1,), 9)], logits)
+        for neutral_end in (True, False)
+    )
+    torch.testing.assert_close(neutral.softmax(-1)[:, [2, 0]], logits.softmax(-1)[:, [2, 0]])
+    change = plain - logits  # the same text without more tokens, whichever end it has
+    torch.testing.assert_close(change[0, 2].exp(), change[0, 0].exp())
+
+
+@pytest.mark.parametrize("end", [2, 0])
+def test_what_precedes_an_end_in_a_prompt_is_not_read(end: int) -> None:
+    hmm = tiny_hmm("two ends")
+    requests = [Request((goal(hmm),), prompt, 9) for prompt in ((3,), (1, 3, end, 3))]
+    tracker = PrefixTracker(hmm)
+    tracker.step(requests, [[], []])
+    alone, after = tracker.reweight(torch.zeros(2, TOKENS))
+    torch.testing.assert_close(alone, after)

@@ -43,7 +43,7 @@ def check_exact(hmm: HMM, goals: tuple[Goal, ...], log_weights: Tensor) -> None:
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0, 4.0, 10.0])
-@pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
+@pytest.mark.parametrize("form", ["dense", "sparse", "eos", "two ends"])
 def test_rewards_of_both_signs_are_exact(form: str, strength: float) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
     goal = Goal(Lookahead(hmm, evidence(), LENGTH), strength, neutral_end=False)
@@ -52,7 +52,7 @@ def test_rewards_of_both_signs_are_exact(form: str, strength: float) -> None:
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0, 4.0, 10.0])
-@pytest.mark.parametrize("form", ["dense", "sparse", "eos"])
+@pytest.mark.parametrize("form", ["dense", "sparse", "eos", "two ends"])
 def test_powers_of_a_product_are_exact(form: str, strength: float) -> None:
     hmm, texts, attribute = tiny_hmm(form), all_texts(LENGTH), attributes()["one"]
     goal = Goal(Lookahead(hmm, attribute, LENGTH), strength, neutral_end=False)

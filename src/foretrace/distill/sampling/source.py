@@ -86,14 +86,14 @@ def find_ends(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text: of texts one, `token` or the tokenizer's own.
 
-    An answer in a chat ends at the end of its turn in the chat template, at the tokenizer's end of
-    text, and at the model's own ends. The first of them, or else `token`, is the usual end.
+    An answer in a chat ends at the end of its turn in the chat template, which is the usual end, at
+    `token` or the tokenizer's end of text, and at the model's own ends.
     """
     if not chat:
         return (end_of_text_id(tokenizer, token),)
-    usual = end_of_turn(tokenizer) if token is None else end_of_text_id(tokenizer, token)
+    named = tokenizer.eos_token_id if token is None else end_of_text_id(tokenizer, token)
     listed = [model_ends] if isinstance(model_ends, int) else list(model_ends or [])
-    ends = [end for end in (usual, tokenizer.eos_token_id, *listed) if end is not None]
+    ends = [end for end in (end_of_turn(tokenizer), named, *listed) if end is not None]
     if not ends:
         raise InvalidInputError(
             "Neither the chat template nor the tokenizer has a token that ends an answer. Name "
