@@ -60,6 +60,7 @@ def write_docs_folder(folder: Path, *, lm: Path | None = None) -> Path:
     tables["train_prompts"] = [{"prompt": row["text"]} for row in rows[8:24]]
     for name, content in tables.items():
         _write_jsonl(folder / "data" / "detox" / f"{name}.jsonl.xz", content)
+    _write_chat_data(folder / "data", [str(row["text"]) for row in rows[:8]])
     _write_jsonl(folder / "train.jsonl.xz", rows)
     _write_jsonl(folder / "train_prompts.jsonl.xz", prompts)
     _write_models(folder, tokenizer)
@@ -91,6 +92,14 @@ def _scored_texts() -> Iterable[Row]:
         author = AUTHORS[index % 3]
         text = " ".join([*generator.sample(words, len(words)), f"w{index % 3 + 1}"])
         yield {"text": text, "author": author, **dict.fromkeys(SCORES, rude)}
+
+
+def _write_chat_data(folder: Path, texts: list[str]) -> None:
+    """Write the tables that `examples/chat_prompts.py` reads."""
+    questions = [{"role": "Ann", "question": text, "split": "train"} for text in texts]
+    _write_jsonl(folder / "roles" / "rolebench.jsonl.xz", questions)
+    _write_jsonl(folder / "politics" / "train.jsonl.xz", [{"headline": text} for text in texts])
+    _write_jsonl(folder / "sentiment" / "sst2_train.jsonl.xz", [{"text": text} for text in texts])
 
 
 def _write_jsonl(file: Path, rows: Iterable[Row]) -> None:

@@ -24,6 +24,7 @@ SMALLER = {  # the pages' own sizes take hours
     "em corpus --states 4096": "em corpus --states 8 --held-out 32 --epochs 1",
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--states 4096 --sequences 10M": "--states 8 --sequences 96 --held-out 16 --epochs 1",
+    "--states 1024 --sequences 20000 --length 100": "--states 8 --sequences 96 --held-out 16",
     "--states 1024 --sequences 102400": "--states 8 --sequences 96 --held-out 16",
     "--states 256 --sequences 4000 --held-out 200": "--states 8 --sequences 96 --held-out 16",
     "examples/smollm2-135m": "my-hmm",  # the HMM of the tiny LM

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from foretrace.attribute import LogitAffine
+from foretrace.attribute import Attribute, AttributeStore, LogitAffine
 from foretrace.cli.goal_options import GoalSettings
 from foretrace.cli.playground.backend import PlaygroundResult
 from foretrace.cli.playground.comparison import text_section
 from foretrace.cli.playground.local_backend import _settings
-from foretrace.cli.playground.page import _parse_request
+from foretrace.cli.playground.page import SIDES, _parse_request
 from foretrace.cli.playground.server_backend import _steering_params
 from foretrace.cli.token_table import TokenTable
 from foretrace.engines.transformers.explain import Candidate, Choice
 from foretrace.errors import InvalidInputError
 from server import serving
+from tiny_lm import chat_tokenizer, tiny_hmm, write_tiny_lm
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER_OPTIONS = [
@@ -184,3 +186,34 @@ def test_texts_are_escaped() -> None:
     assert "<i>" not in html
     assert "<u>" not in html
     assert "&lt;u&gt;1" in html
+
+
+def test_a_conversation_keeps_each_sides_answers(browser: Any, tmp_path: Path) -> None:
+    """The user's messages go to both sides, which answer in conversations of their own."""
+    pytest.importorskip("gradio", reason="needs the extra `playground`")
+    tokenizer = chat_tokenizer()
+    write_tiny_lm(tmp_path / "lm", tokenizer)
+    tiny_hmm(tokenizer).save_pretrained(tmp_path / "hmm")
+    weights = torch.full((len(tokenizer),), 1e-6)
+    weights[-5:] = 1.0
+    AttributeStore(tmp_path / "attributes").add(Attribute.from_weights(weights, name="late"))
+    files = [str(tmp_path / name) for name in ("lm", "hmm", "attributes")]
+    command = [sys.executable, "-m", "foretrace", "playground", files[0], "--hmm", files[1]]
+    command += ["--attributes", files[2]]
+    with serving(command, tmp_path / "log", ready="/") as address:
+        page = browser.new_page()
+        page.goto(address)
+        page.get_by_label("Chat").check()
+        for turn in (1, 2):
+            submit(page, "late")
+            page.wait_for_function(
+                f"document.querySelectorAll('.steered.explained .user').length == {turn}"
+            )
+        answers = [page.locator(f".{side} .assistant").all_inner_texts() for side in SIDES]
+        assert [len(texts) for texts in answers] == [1, 1]
+        assert answers[0] != answers[1]
+        page.get_by_label("Chat").uncheck()
+        submit(page, "late")
+        page.wait_for_selector(".steered.explained .prompt")
+        assert page.locator(".user").count() == 0
+        page.close()

@@ -30,7 +30,7 @@ def test_the_end_of_a_turn_comes_first() -> None:
     tokenizer = chat_tokenizer()
     assert find_ends(tokenizer, None, chat=True, model_ends=[0, 7]) == (END, 0, 7)
     assert find_ends(tokenizer, None, chat=True, model_ends=None) == (END, 0)
-    assert find_ends(tokenizer, "w1", chat=True, model_ends=0) == (END, 5, 0)
+    assert find_ends(tokenizer, "w1", chat=True, model_ends=0) == (END, 6, 0)
     assert find_ends(tokenizer, None, chat=False, model_ends=[0, 7]) == (0,)
     tokenizer.chat_template, tokenizer.eos_token = "{{ messages[0]['content'] }}", None
     with pytest.raises(InvalidInputError, match="--end-of-text"):
@@ -96,8 +96,8 @@ def test_a_template_without_ends_is_cut_to_half_a_row(source: TransformersSource
         )
     finally:
         source.tokenizer.chat_template = template
-    assert (short.context, short.prefix) == ([5], [6, 7])  # one token predicts the first of the row
-    assert (long.context, long.prefix) == ([5, 6], [7, 8, 9, 10])
+    assert (short.context, short.prefix) == ([6], [7, 8])  # one token predicts the first of the row
+    assert (long.context, long.prefix) == ([6, 7], [8, 9, 10, 11])
 
 
 def test_texts_and_chats_do_not_mix(source: TransformersSource) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from foretrace.chat import Prompt
 from foretrace.cli.token_table import TokenTable
 
 MAX_LISTED_GOALS = 1_000  # entries of the page's drop-down list
@@ -14,7 +15,8 @@ MAX_LISTED_GOALS = 1_000  # entries of the page's drop-down list
 class PlaygroundRequest:
     """The values of the page's form."""
 
-    prompt: str
+    prompt: Prompt
+    """A text to continue, or the messages of a chat."""
     goal: str
     level: str = "medium"
     strength: float | None = None
@@ -48,6 +50,9 @@ class Backend(Protocol):
 
     def goals(self) -> list[str]:
         """List the goals to choose from."""
+
+    def can_chat(self) -> bool:
+        """Return whether the language model has a chat template."""
 
     def generate(
         self, request: PlaygroundRequest, steered: bool, on_text: OnText

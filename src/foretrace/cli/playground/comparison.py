@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from foretrace.cli.explain_page import eap_color
 
 if TYPE_CHECKING:
+    from foretrace.chat import Prompt
     from foretrace.cli.playground.backend import PlaygroundResult
     from foretrace.cli.token_table import TokenTable
 
@@ -23,8 +24,8 @@ def side_by_side(*sections: str) -> str:
     return f'<div class="pair">{"".join(sections)}</div>{scale}'
 
 
-def text_section(title: str, prompt: str, result: "PlaygroundResult") -> str:
-    """Render a generated text; if it is explained, token by token."""
+def text_section(title: str, prompt: "Prompt", result: "PlaygroundResult") -> str:
+    """Render a generated text after its prompt; if it is explained, token by token."""
     table = result.table
     text = escape(result.text)
     if table is not None:
@@ -37,8 +38,18 @@ def text_section(title: str, prompt: str, result: "PlaygroundResult") -> str:
     heading = f"{title}: {', '.join(facts)}" if facts else title
     return (
         f'<section class="{title}{" explained" if table else ""}"><h3>{heading}</h3>'
-        f'<div class="text"><span class="prompt">{escape(prompt)}</span>{text}</div>'
+        f'<div class="text">{_prompt_html(prompt)}{text}</div>'
         f"{HINT if table else ''}</section>"
+    )
+
+
+def _prompt_html(prompt: "Prompt") -> str:
+    """Render a text, or the messages of a chat below each other."""
+    if isinstance(prompt, str):
+        return f'<span class="prompt">{escape(prompt)}</span>'
+    return "".join(
+        f'<div class="{escape(message["role"])}">{escape(message["content"])}</div>'
+        for message in prompt
     )
 
 

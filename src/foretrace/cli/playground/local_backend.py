@@ -1,6 +1,6 @@
 """A backend that runs the language model in this process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,16 @@ class LocalBackend:
     tokenizer: "PreTrainedTokenizerBase"
     hmm: "HMM"
     attributes: Path
-    # The unsteered and the steered text of a request share its goals.
+    # The unsteered and the steered text of a request share its goals, and so do turns of a chat.
     _last_goals: tuple[PlaygroundRequest, LoadedGoals] | None = None
 
     def goals(self) -> list[str]:
         """List the attributes of the folder."""
         return list_goals(self.attributes)
+
+    def can_chat(self) -> bool:
+        """Return whether the tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
 
     def generate(
         self, request: PlaygroundRequest, steered: bool, on_text: OnText
@@ -66,6 +70,7 @@ class LocalBackend:
         return PlaygroundResult(generation.text, table, generation.probability[0], generation.price)
 
     def _load_goals(self, request: PlaygroundRequest) -> LoadedGoals:
+        request = replace(request, prompt="", seed=0)
         if self._last_goals is None or self._last_goals[0] != request:
             goals = load_goals(
                 self.hmm,

@@ -1,16 +1,18 @@
 """The playground's web page: a form, and below it the two texts, streamed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from html import escape
 from importlib.resources import files
 from math import inf, nan
 from queue import Queue
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
+from foretrace.chat import Messages
 from foretrace.cli.playground.backend import Backend, PlaygroundRequest, PlaygroundResult
 from foretrace.cli.playground.comparison import side_by_side, text_section
 from foretrace.errors import ForetraceError, InvalidInputError
@@ -52,10 +54,14 @@ def require_gradio() -> Any:
 
 def build_page(gradio: Any, backend: Backend) -> Any:
     """Build the Gradio page: inputs, a button, and the two texts."""
-    goals = backend.goals()
+    goals, can_chat = backend.goals(), backend.can_chat()
     with gradio.Blocks(title="foretrace", analytics_enabled=False) as page:
         gradio.Markdown(TITLE)
         prompt = gradio.Textbox("The other driver said", label="Prompt", lines=2)
+        chat = gradio.Checkbox(
+            False, label="Chat: answer, and keep the conversation", visible=can_chat
+        )
+        turns = gradio.State([])
         with gradio.Row():
             goal = gradio.Dropdown(
                 goals,
@@ -80,11 +86,12 @@ def build_page(gradio: Any, backend: Backend) -> Any:
         gradio.on(
             [write.click, prompt.submit],
             partial(compare, backend),  # a generator function: Gradio streams the values
-            [prompt, goal, level, *advanced],
-            texts,
+            [turns, chat, prompt, goal, level, *advanced],
+            [texts, turns],
             api_name="write",
             show_progress="minimal",
         )
+        chat.change(list, None, turns)  # a new conversation
     return page
 
 
@@ -110,22 +117,52 @@ def _advanced_inputs(gradio: Any) -> list[Any]:
     return [strength, transform, horizon, neutral_end, length, top_p, seed]
 
 
-def compare(backend: Backend, *values: Any) -> Iterator[str]:
+class Turn(NamedTuple):
+    """A user's message, and the answer of each side."""
+
+    message: str
+    answers: dict[str, str]
+
+
+def compare(
+    backend: Backend, turns: Sequence[Turn], chat: bool, *values: Any
+) -> Iterator[tuple[str, list[Turn]]]:
     """Generate an unsteered, then a steered text from the same seed; yield HTML of both.
+
+    In a chat, the user's message goes to both sides, and each side reads its own earlier answers.
+    The second value is the conversation, with the new turn when it is complete.
 
     `values` are the fields of `PlaygroundRequest`, in their order.
     """
     try:
         request = _parse_request(*values)
-        sections = {
-            side: text_section(side, request.prompt, PlaygroundResult("")) for side in SIDES
+        message = str(request.prompt)
+        requests = {
+            side: replace(request, prompt=_messages(turns, side, message) if chat else message)
+            for side in SIDES
         }
+        sections = {
+            side: text_section(side, requests[side].prompt, PlaygroundResult("")) for side in SIDES
+        }
+        answers = {}
         for side in SIDES:
-            for result in _stream(backend, request, steered=side == "steered"):
-                sections[side] = text_section(side, request.prompt, result)
-                yield side_by_side(*sections.values())
+            for result in _stream(backend, requests[side], steered=side == "steered"):
+                sections[side] = text_section(side, requests[side].prompt, result)
+                yield side_by_side(*sections.values()), list(turns)
+            answers[side] = result.text
+        if chat:
+            yield side_by_side(*sections.values()), [*turns, Turn(message, answers)]
     except ForetraceError as error:  # Gradio renders the message as HTML
         raise require_gradio().Error(escape(str(error)), print_exception=False) from error
+
+
+def _messages(turns: Sequence[Turn], side: str, message: str) -> Messages:
+    """Return the conversation of a side, up to the user's new message."""
+    messages = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn.message})
+        messages.append({"role": "assistant", "content": turn.answers[side]})
+    return [*messages, {"role": "user", "content": message}]
 
 
 def _parse_request(

@@ -9,6 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from foretrace.chat import as_messages
 from foretrace.cli.goal_options import parse_transform
 from foretrace.cli.playground.backend import (
     OnText,
@@ -33,6 +34,15 @@ class ServerBackend:
         """List the attributes of the local folder."""
         return list_goals(self.attributes)
 
+    def can_chat(self) -> bool:
+        """Return whether the server renders a chat."""
+        chat = {"messages": as_messages("hello"), "add_special_tokens": False}
+        try:
+            with self._open("/tokenize", json.dumps(chat).encode()):
+                return True
+        except InvalidInputError:  # no template, or no server: the page says so when it is used
+            return False
+
     def generate(
         self, request: PlaygroundRequest, steered: bool, on_text: OnText
     ) -> PlaygroundResult:
@@ -52,7 +62,6 @@ class ServerBackend:
     ) -> PlaygroundResult:
         body: dict[str, Any] = {
             "model": self._served_model(),
-            "prompt": request.prompt,
             "max_tokens": request.max_new_tokens,
             "top_p": request.top_p,
             "temperature": 1.0,
@@ -61,9 +70,14 @@ class ServerBackend:
         }
         if steered:
             body["vllm_xargs"] = _steering_params(request)
+        path = "/v1/completions"
+        if isinstance(request.prompt, str):
+            body["prompt"] = request.prompt
+        else:
+            path, body["messages"] = "/v1/chat/completions", list(request.prompt)
         text = ""
-        for event in self._events(body):
-            text += "".join(choice["text"] for choice in event["choices"])
+        for event in self._events(path, body):
+            text += "".join(map(_new_text, event["choices"]))
             on_text(text)
         return PlaygroundResult(text)
 
@@ -72,9 +86,9 @@ class ServerBackend:
             name: str = json.load(response)["data"][0]["id"]
         return name
 
-    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the server-sent events of a completion; raise if one of them is an error."""
-        with self._open("/v1/completions", json.dumps(body).encode()) as response:
+        with self._open(path, json.dumps(body).encode()) as response:
             for encoded_line in response:
                 line = encoded_line.decode().strip()
                 if not line.startswith("data: ") or line == "data: [DONE]":
@@ -97,6 +111,12 @@ class ServerBackend:
             raise InvalidInputError(
                 f"No server answers at {self.url} ({error}). Start one: foretrace serve."
             ) from error
+
+
+def _new_text(choice: dict[str, Any]) -> str:
+    """Return the text that an event adds: of a completion, or of an answer in a chat."""
+    text: str = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+    return text
 
 
 def _steering_params(request: PlaygroundRequest) -> dict[str, Any]:
