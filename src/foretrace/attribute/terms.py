@@ -160,23 +160,22 @@ class Terms:
         """
         log_weights = log_weights + 0.0  # -0.0 becomes 0.0: equal numbers need equal bytes
         signed = coefficients[:, None] * automaton.final_weights  # (K, Q)
-        groups: dict[bytes, list[int]] = {}
+        first_rows: dict[bytes, int] = {}
+        group = []  # of every term, as the first term with equal weights
         for row, weights in enumerate(log_weights):
-            groups.setdefault(weights.numpy().tobytes(), []).append(row)
-        rows, signs, sizes = [], [], []
-        for members in groups.values():
-            total = signed[members].sum(0)
-            total[total.abs() <= ROUNDING * signed[members].abs().sum(0)] = 0.0
-            for sign in (1.0, -1.0):  # final weights are not negative: one term for each sign
-                if bool((sign * total > 0).any()):
-                    rows.append(members[0])
-                    signs.append(sign)
-                    sizes.append((sign * total).clamp_min(0.0))
-        finals = torch.stack(sizes) if sizes else automaton.final_weights[:0]
+            group.append(first_rows.setdefault(weights.numpy().tobytes(), row))
+        index = torch.tensor(group, dtype=torch.long)
+        total = torch.zeros_like(signed).index_add_(0, index, signed)
+        size = torch.zeros_like(signed).index_add_(0, index, signed.abs())
+        total[total.abs() <= ROUNDING * size] = 0.0
+        # Final weights are not negative: one term for each sign.
+        parts = torch.stack([total, -total], 1).clamp_min(0.0)  # (K, 2, Q)
+        rows, sign_index = (parts > 0).any(-1).nonzero(as_tuple=True)
+        finals = parts[rows, sign_index]
         largest = finals.amax(1)
         used = (log_weights[rows] != 0).any(0)
         return cls(
-            torch.tensor(signs, dtype=torch.float64) * largest,
+            torch.where(sign_index == 0, largest, -largest),
             tokens[used],
             log_weights[rows][:, used],
             WeightedAutomaton(automaton.dfa, finals / largest[:, None]).minimized(),

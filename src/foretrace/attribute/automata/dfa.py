@@ -105,6 +105,9 @@ class DFA:
 
     def product(self, other: Self) -> "Product":
         """Return the product automaton, with the pairs of states that can be reached."""
+        if self.is_trivial and other.is_trivial:
+            start = torch.zeros(1, dtype=torch.long)
+            return Product(self.trivial(), start, start)
         tokens = torch.unique(torch.cat([self.tokens, other.tokens]))
         pairs = torch.stack([self.class_of(tokens), other.class_of(tokens)], 1)
         pairs = torch.cat([torch.zeros(1, 2, dtype=pairs.dtype), pairs])  # class 0 of both
