@@ -1,20 +1,18 @@
 """`foretrace calibrate`."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
 from foretrace.lookahead.levels import BUDGETS
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
-
-FORETRACE = Path(sys.executable).with_name("foretrace")
 
 
 @pytest.fixture
@@ -37,8 +35,7 @@ def test_levels_are_written_into_the_file(options: list[str]) -> None:
     store = AttributeStore(options[4])
     before = store["odd"]
     attribute = ["--attribute", "odd", "--budget", "strong=0.3"]
-    command = [str(FORETRACE), "calibrate", *options, *attribute]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run_foretrace("calibrate", *options, *attribute)
     assert done.returncode == 0, done.stderr
     after = store["odd"]
     assert torch.equal(after.terms.log_weights, before.terms.log_weights)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 
+import forked
 from docs_folder import write_docs_folder
 from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
@@ -139,13 +139,12 @@ def test_required_text_joins_several_goals(
 
 
 def test_streamed_text_equals_the_result(steered: list[str]) -> None:
-    """Run in a subprocess, as streaming prints to the real standard output."""
-    command = [str(Path(sys.executable).with_name("foretrace")), "generate", *steered]
+    """Run in another process, as streaming prints to the real standard output."""
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]
     streamed, as_json = (
-        subprocess.run([*command, *options, *more], capture_output=True, text=True, check=True)
-        for more in ([], ["--json"])
+        forked.run_foretrace("generate", *steered, *options, *more) for more in ([], ["--json"])
     )
+    assert streamed.returncode == as_json.returncode == 0, streamed.stderr + as_json.stderr
     row = json.loads(as_json.stdout)
     assert row["text"].startswith(" w")
     assert streamed.stdout == f"{row['prompt']}{row['text']}\n\n"
