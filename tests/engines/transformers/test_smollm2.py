@@ -87,10 +87,7 @@ def test_sparse_is_within_its_promise_of_dense(
     texts = (Path(__file__).parents[1] / "beginnings.txt").read_text("utf-8").splitlines()
     assert len(texts) == 200
     prompts = encode_prompts(tokenizer, texts)
-    with torch.inference_mode():
-        logits = torch.cat(
-            [lm(torch.tensor([ids]), logits_to_keep=1).logits[:, -1] for ids in prompts]
-        )
+    logits = _next_token_logits(lm, prompts)
     whole = hmm.emission.rows(torch.arange(hmm.vocab_size))
     dense = HMM(hmm.initial, hmm.transition, whole / whole.sum(0), hmm.config)
     sparse = dense.sparsify(TOLERANCE)
@@ -101,6 +98,17 @@ def test_sparse_is_within_its_promise_of_dense(
     assert float((apart > promised).double().mean()) <= 0.01
     moved = (steered[0] - logits.double().softmax(-1)).abs().sum(-1) / 2
     assert float(moved.mean()) > 10 * float(apart.mean())
+
+
+def _next_token_logits(lm: Any, prompts: list[list[int]]) -> Tensor:
+    """Compute the logits after each prompt; prompts of one length form a batch, without padding."""
+    logits = torch.empty(len(prompts), lm.config.vocab_size)
+    for length in {len(ids) for ids in prompts}:
+        rows = [row for row, ids in enumerate(prompts) if len(ids) == length]
+        with torch.inference_mode():
+            batch = lm(torch.tensor([prompts[row] for row in rows]), logits_to_keep=1)
+        logits[rows] = batch.logits[:, -1]
+    return logits
 
 
 def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: Tensor) -> Tensor:
