@@ -55,19 +55,91 @@ def real(real_server: RealServer) -> tuple[str, Path]:
     return real_server.address, real_server.attributes
 
 
-def test_it_writes_what_transformers_writes(real: tuple[str, Path], smollm2: Path) -> None:
+class TransformersEngine:
+    """The other engine, with the same LM, HMM and attributes. Each goal's table is built once."""
+
+    def __init__(self, model: Path, attributes: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.hmm = HMM.from_pretrained(EXAMPLE)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        names = ("a0", "a1", "a2")
+        self.loaded = {name: Attribute.load(attributes / f"{name}.safetensors") for name in names}
+        self.goals: dict[str, list[ft.Goal]] = {}
+
+    def write(
+        self, prompts: list[list[int]], asked: list[dict[str, Any] | None], length: int
+    ) -> list[list[int]]:
+        """Generate the tokens of each prompt."""
+        return generate_tokens(
+            self.model,
+            self.tokenizer,
+            prompts,
+            goal=[self._goals(goal or {}) for goal in asked],
+            max_new_tokens=length,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+        )
+
+    def _goals(self, given: dict[str, Any]) -> list[ft.Goal]:
+        text = json.dumps(given)
+        if text not in self.goals:
+            self.goals[text] = self._build(given)
+        return self.goals[text]
+
+    def _build(self, given: dict[str, Any]) -> list[ft.Goal]:
+        asked = parse(given)
+        if asked is None:
+            return []
+        horizon = 64 if asked.horizon is None else asked.horizon
+        goals = []
+        for goal in asked.goals:
+            attribute = conjunction(
+                goal.operands,
+                self.loaded,
+                lambda each: ft.mentions(each.texts, self.tokenizer),
+                self.hmm,
+            )
+            lookahead = ft.Lookahead(self.hmm, attribute, horizon)
+            after = None if asked.after is None else ft.marker(asked.after, self.tokenizer)
+            assert not isinstance(asked.window, str)
+            goals.append(
+                ft.Goal(
+                    lookahead,
+                    1.0,
+                    transform=goal.transform,
+                    neutral_end=asked.neutral_end,
+                    after=after,
+                    window=asked.window,
+                )
+            )
+        return goals
+
+
+@pytest.fixture(scope="module")
+def other_engine(real: tuple[str, Path], smollm2: Path) -> TransformersEngine:
+    return TransformersEngine(smollm2, real[1])
+
+
+def test_it_writes_what_transformers_writes(
+    real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
+) -> None:
     """Greedy, token for token, on 50 prompts, over goals of every kind, and none."""
-    address, folder = real
+    address, _ = real
     prompts, asked = _requests(smollm2, 50)
     requests = [
         completion(ids, goal, max_tokens=12) for ids, goal in zip(prompts, asked, strict=True)
     ]
-    answers = [_tokens(answer) for answer in ask_all(address, requests)]
+    answers = [_tokens(answer) for answer in ask_all(address, requests, retries=20)]
     assert len(answers) == 50
-    assert answers == _by_transformers(smollm2, folder, prompts, asked, 12)
+    assert answers == other_engine.write(prompts, asked, 12)
 
 
-def test_the_second_model_runner_writes_the_same(real: tuple[str, Path], smollm2: Path) -> None:
+def test_the_second_model_runner_writes_the_same(
+    real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
+) -> None:
     """The default on GPUs: here through Triton's interpreter, on fewer slots than requests."""
     folder = real[1]
     prompts, asked = _requests(smollm2, 12)
@@ -88,7 +160,7 @@ def test_the_second_model_runner_writes_the_same(real: tuple[str, Path], smollm2
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.splitlines()[-1])
-    assert answers == _by_transformers(smollm2, folder, prompts, asked, 6)
+    assert answers == other_engine.write(prompts, asked, 6)
 
 
 def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, Any] | None]]:
@@ -112,58 +184,6 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
     texts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     prompts = [[0, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
     return prompts, [goals[place % len(goals)] for place in range(count)]
-
-
-def _by_transformers(
-    model: Path,
-    folder: Path,
-    prompts: list[list[int]],
-    asked: list[dict[str, Any] | None],
-    length: int,
-) -> list[list[int]]:
-    """Write the same with the other engine."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    hmm, tokenizer = HMM.from_pretrained(EXAMPLE), AutoTokenizer.from_pretrained(model)
-    loaded = {name: Attribute.load(folder / f"{name}.safetensors") for name in ("a0", "a1", "a2")}
-    return generate_tokens(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        tokenizer,
-        prompts,
-        goal=[_goals(hmm, tokenizer, loaded, goal or {}) for goal in asked],
-        max_new_tokens=length,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-    )
-
-
-def _goals(
-    hmm: HMM, tokenizer: Any, loaded: dict[str, Attribute], given: dict[str, Any]
-) -> list[ft.Goal]:
-    asked = parse(given)
-    if asked is None:
-        return []
-    horizon = 64 if asked.horizon is None else asked.horizon
-    goals = []
-    for goal in asked.goals:
-        attribute = conjunction(
-            goal.operands, loaded, lambda each: ft.mentions(each.texts, tokenizer), hmm
-        )
-        lookahead = ft.Lookahead(hmm, attribute, horizon)
-        after = None if asked.after is None else ft.marker(asked.after, tokenizer)
-        assert not isinstance(asked.window, str)
-        goals.append(
-            ft.Goal(
-                lookahead,
-                1.0,
-                transform=goal.transform,
-                neutral_end=asked.neutral_end,
-                after=after,
-                window=asked.window,
-            )
-        )
-    return goals
 
 
 def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
