@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 API_KEY, HOSTILE_KEY = "none", "hostile"
 START_TIMEOUT = 300  # seconds
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the scheduler and the LM share a process
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,13 +44,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: Sequence[object], log: Path, ready: str = "/health") -> Iterator[str]:
+def serving(
+    command: Sequence[object],
+    log: Path,
+    ready: str = "/health",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """Run a server until the block ends and yield its address, once `ready` answers."""
     port = free_port()
     arguments = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, **ENVIRONMENT}
+    variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
     with log.open("wb") as file:
-        process = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(arguments, stdout=file, stderr=file, env=variables)
     address = f"http://127.0.0.1:{port}"
     try:
         try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from foretrace.hmm import HMM
 from foretrace.steering.conjunction import conjunction
 from foretrace.steering.window import Window
 from random_attributes import write_random
-from server import RealServer, ask_all, completion, serving, steered
+from server import ONE_PROCESS, RealServer, ask_all, completion, serving, steered
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
@@ -287,33 +288,48 @@ def test_new_attributes_are_found_and_counted(real: tuple[str, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
-    """A server of a tiny LM with 8 slots, and too little memory for 8 texts; names of goals."""
+    """A server of a tiny LM with 8 slots, and too little memory for 8 texts; names of goals.
+
+    vLLM schedules and computes in one process, its default on one GPU. The server of the real LM
+    has a process for each, vLLM's default on CPUs.
+    """
     folder = tmp_path_factory.mktemp("crowded")
     hmm = tiny_hmm(word_tokenizer(), states=16)
     hmm.save_pretrained(folder / "hmm")
     names = _attributes(folder / "attributes", len(WORDS), 20, hmm.config.tokenizer_fingerprint)
-    few = ["--max-num-seqs", 8, "--block-size", 32, "--num-gpu-blocks-override", 12]
+    few = ["--max-num-seqs", 8, "--block-size", 32, "--num-gpu-blocks-override", 8]
+    few += ["--max-model-len", 64]
     lm = write_tiny_lm(folder / "lm", heads=1)  # vLLM knows no heads of 16 on CPUs
     command = steered(lm, folder / "hmm", folder / "attributes", *few)
-    with serving(command, folder / "log") as address:
+    with serving(command, folder / "log", environment=ONE_PROCESS) as address:
         yield address, names
 
 
+def _mixed_goals(names: list[str]) -> list[dict[str, Any]]:
+    """Combine every form of goal with every setting, twice, over all attributes."""
+    settings: list[dict[str, Any]] = [{"level": "mild"}, {"strength": 1}, {"transform": [5, -2]}]
+    forms = ["{0}", "~{0}", "{0} & {1}", "{0} | ~{1}"]
+    pairs = zip(names * 2, names[7:] + names, strict=False)
+    combinations = product(forms * 2, settings)
+    return [
+        {"goal": form.format(*pair), **setting}
+        for (form, setting), pair in zip(combinations, pairs, strict=False)
+    ]
+
+
 def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
-    """500 at once, over 20 goals and 8 slots, some preempted: each as if it were alone."""
+    """500 at once, over 24 goals and 8 slots, some preempted: each as if it were alone."""
     address, names = crowded
+    goals = _mixed_goals(names)
+    assert len(goals) == 24
+    # Once the tables are built, no request waits for one: all 500 compete for the slots.
+    ask_all(address, [completion([1], goal, max_tokens=1) for goal in goals], retries=20)
     numbers = random.Random(0)
     requests = []
     for _ in range(500):
         prompt = [numbers.randrange(1, len(WORDS)) for _ in range(numbers.randrange(1, 24))]
-        first, second = numbers.sample(names, 2)
-        text = numbers.choice([first, f"~{first}", f"{first} & {second}", f"{first} | ~{second}"])
-        setting: dict[str, Any] = numbers.choice(
-            [{"level": "mild"}, {"strength": 1}, {"transform": [5, -2]}]
-        )
-        goal = {"goal": text, **setting}
-        steer = goal if numbers.random() < 0.8 else None
-        requests.append(completion(prompt, steer, max_tokens=numbers.randrange(24, 64)))
+        goal = numbers.choice(goals) if numbers.random() < 0.8 else None
+        requests.append(completion(prompt, goal, max_tokens=numbers.randrange(8, 24)))
     together = [_tokens(answer) for answer in ask_all(address, requests, retries=20)]
     with urllib.request.urlopen(f"{address}/metrics") as page:
         lines = page.read().decode().splitlines()
