@@ -109,6 +109,30 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "window", "steered"),
+    [("Hm.</t>", [], True), ("Hm.", [], False), ("Hm.</t>", ["--window", "4"], True)],
+)
+def test_a_goal_begins_after_a_marker(
+    spelled: list[str],
+    prompt: str,
+    window: list[str],
+    steered: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here in the prompt; without it, the text is as bare and has no probability."""
+    options = ["--must-contain", "ship", "--after", "</t>", "--prompt", prompt, *window]
+    options += ["--json", "--compare", "--max-new-tokens", "8"]
+    code, out, error = run("generate", *spelled, *options, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0, error
+    row = json.loads(out)
+    assert ("ship" in row["text"]) == steered
+    assert (row["text"] == row["bare"]["text"]) == (not steered)
+    assert row["probability"] == ([1.0] if steered else [])
+    assert (row["price"] > 0) == steered
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         ["--strength", 2, "--strength", 3],
