@@ -247,7 +247,8 @@ def test_everything_before_a_marker_is_as_bare(
         (answer,) = ask_all(
             address, [completion(words, goal, max_tokens=24, logprobs=1) | sampling]
         )
-        begin = Window(ft.marker(marker, tokenizer)).read([], _tokens(bare)).begin
+        prompt = tokenizer(words).input_ids  # one of them ends with its marker
+        begin = Window(ft.marker(marker, tokenizer)).read(prompt, _tokens(bare)).begin
         assert begin is not None
         assert _tokens(answer)[:begin] == _tokens(bare)[:begin]
         steered_logprobs, bare_logprobs = (
