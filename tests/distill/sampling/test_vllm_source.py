@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 
 pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
+from foretrace.chat import as_messages
 from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
 from foretrace.distill.run import distill
 from foretrace.distill.sampling.transformers_source import TransformersSource
@@ -77,3 +78,20 @@ def test_distillation_with_vllm(smollm2: Path, tmp_path: Path) -> None:
     hmm = distill(str(smollm2), config, out=tmp_path, lm=lm)
     facts = hmm.config.distillation
     assert facts["held_out_log_likelihood"] > facts["unigram_log_likelihood"]
+
+
+def test_answers_in_chats(smollm2: Path) -> None:
+    """A row begins after the last end of a turn, and any end is stored as the end of a turn."""
+    options = {**OPTIONS, "max_model_len": 128}
+    source = VLLMSource.load(
+        str(smollm2), end_of_text_token="<|endoftext|>", chat=True, dtype="float32", **options
+    )
+    assert source.ends == (2, 0)
+    (ids,) = source.encode([as_messages("Say yes or no.")])
+    rows = source.draw([ids[-3:]] * 50, 24, seed=0, contexts=[ids[:-3]] * 50)
+    source.close()
+    assert (rows[:, :3] == torch.tensor(ids[-3:])).all()
+    ended = (rows == 2).cumsum(1) > 0
+    assert ended[:, -1].any()
+    assert (rows[ended] == 2).all()
+    assert not (rows == 0).any()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 import foretrace as ft
 from foretrace.attribute import Attribute
+from foretrace.chat import as_messages
 from foretrace.cli.playground.backend import PlaygroundRequest
 from foretrace.cli.playground.server_backend import ServerBackend
 from foretrace.engines.transformers import generate_tokens
@@ -29,7 +31,7 @@ from foretrace.steering.conjunction import conjunction
 from foretrace.steering.window import Window
 from random_attributes import write_random
 from server import ONE_PROCESS, RealServer, ask_all, completion, serving, steered
-from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
+from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own are many
 
@@ -295,12 +297,13 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     has a process for each, vLLM's default on CPUs.
     """
     folder = tmp_path_factory.mktemp("crowded")
-    hmm = tiny_hmm(word_tokenizer(), states=16)
+    hmm = tiny_hmm(chat_tokenizer(), states=16)
     hmm.save_pretrained(folder / "hmm")
     names = _attributes(folder / "attributes", len(WORDS), 20, hmm.config.tokenizer_fingerprint)
     few = ["--max-num-seqs", 8, "--block-size", 32, "--num-gpu-blocks-override", 8]
     few += ["--max-model-len", 64]
-    lm = write_tiny_lm(folder / "lm", heads=1)  # vLLM knows no heads of 16 on CPUs
+    # vLLM knows no heads of 16 on CPUs.
+    lm = write_tiny_lm(folder / "lm", chat_tokenizer(), heads=1)
     command = steered(lm, folder / "hmm", folder / "attributes", *few)
     with serving(command, folder / "log", environment=ONE_PROCESS) as address:
         yield address, names
@@ -354,5 +357,12 @@ def test_the_playground_asks_a_server(crowded: tuple[str, list[str]], tmp_path: 
         assert backend.generate(request, steer, lambda _: None).text == result.text
     with pytest.raises(InvalidInputError, match=r"The server says: .*no attribute"):
         backend.generate(PlaygroundRequest("w1", "nobody"), True, lambda _: None)
+    assert backend.can_chat()
+    chat = replace(request, prompt=[*as_messages("w1"), {"role": "assistant", "content": "w2"}])
+    chat = replace(chat, prompt=[*chat.prompt, *as_messages("w3")])
+    answers = [backend.generate(chat, steer, lambda _: None).text for steer in (False, True)]
+    assert answers[0] != answers[1]
+    assert all(answer.strip() for answer in answers)
+    assert not ServerBackend("http://127.0.0.1:9", tmp_path).can_chat()
     with pytest.raises(InvalidInputError, match="No server answers"):
         ServerBackend("http://127.0.0.1:9", tmp_path).generate(request, True, lambda _: None)
