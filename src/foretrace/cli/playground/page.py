@@ -137,10 +137,13 @@ def compare(
     try:
         request = _parse_request(*values)
         message = str(request.prompt)
-        requests = {
-            side: replace(request, prompt=_messages(turns, side, message) if chat else message)
-            for side in SIDES
-        }
+        requests = dict.fromkeys(SIDES, request)
+        if chat:  # every turn has its own random numbers: the same ones tend to repeat an answer
+            seed = request.seed + len(turns)
+            requests = {
+                side: replace(request, prompt=_messages(turns, side, message), seed=seed)
+                for side in SIDES
+            }
         sections = {
             side: text_section(side, requests[side].prompt, PlaygroundResult("")) for side in SIDES
         }
