@@ -112,11 +112,12 @@ def test_a_page_runs(page: str, docs_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tutorial_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
     size = "--states 256 --sequences 4000 --held-out 200 --epochs 8 --batch-size 512"
-    replacements = {size: "--states 16 --sequences 256 --held-out 32 --epochs 2", **SMALLER}
+    replacements = {size: "--states 16 --sequences 96 --held-out 16 --epochs 2", **SMALLER}
     replacements = {
         old: new for old, new in replacements.items() if not old.startswith("examples/")
     }
-    replacements["--attribute sea"] = "--attribute sea --max-new-tokens 4"
+    for option in ("--attribute sea", "--top-p 0.9", "--goal sea"):
+        replacements[option] = f"{option} --max-new-tokens 4"
     if not has_fast_bfloat16():
         replacements["--dtype bfloat16"] = "--dtype float32"
     write_docs_folder(tmp_path, lm=smollm2)
