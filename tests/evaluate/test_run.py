@@ -16,7 +16,7 @@ from foretrace import cli
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
-from foretrace.evaluate import generations
+from foretrace.evaluate import calibration, generations
 from foretrace.evaluate.generations import (
     ContinuationGenerator,
     Method,
@@ -83,8 +83,11 @@ extends: {base}
 chat: true
 template: "w9 {{prompt}}"
 max_new_tokens: 70
-continuations: 3
+continuations: 2
+group: null
 rival: null
+attributes:
+  low: {{file: scored.jsonl, score: high, invert: true}}
 methods:
   bare: {{}}
   prompting: {{instruction: "w1 w2 {{author}}"}}
@@ -196,7 +199,11 @@ def chats(
     (data / "chat.yaml").write_text(CHAT_SUITE.format(base=data / "mine.yaml"))
     suite = add_rival_hmm(load_suite(data / "chat.yaml"), str(out / "small"))
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    return out, evaluate(suite, lm, tokenizer, hmm, EvaluationConfig(data, out, rows=16))
+    with pytest.MonkeyPatch.context() as patch:  # short runs, to save time
+        patch.setattr(calibration, "NUM_PROMPTS", 8)
+        patch.setattr(calibration, "COPIES", 2)
+        config = EvaluationConfig(data, out, rows=32)
+        return out, evaluate(suite, lm, tokenizer, hmm, config)
 
 
 def test_chats_go_through_the_template(chats: tuple[Path, dict[str, Any]], lm: Any) -> None:
