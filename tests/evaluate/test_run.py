@@ -337,8 +337,10 @@ def test_evaluate_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hmm.save_pretrained(tmp_path / "hmm")
+    tiny_hmm(word_tokenizer(), states=4).save_pretrained(tmp_path / "small")
     options = ["--suite", data / "mine.yaml", "--data", data, "--out", tmp_path / "out"]
-    options += ["--prompts", 4, "--continuations", 2, "--method", "steered"]
+    options += ["--prompts", 4, "--continuations", 2, "--method", "steered", "--method", "level"]
+    options += ["--rival-hmm", tmp_path / "small"]
     options += ["--judges", done[0] / "judges"]
     command = ["foretrace", "evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options]
     monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
@@ -347,7 +349,8 @@ def test_evaluate_command(
     assert stopped.value.code == 0, capsys.readouterr().err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["prompts"] == 4
-    assert list(results["methods"]) == ["bare", "steered"]
+    assert list(results["methods"]) == ["bare", "steered", "level", "level, small"]
+    assert results["other hmms"] == {"small": {"states": 4}}
 
 
 def test_judge_train_command(

@@ -52,11 +52,13 @@ def evaluate(
     from foretrace.evaluate.report import write_report
     from foretrace.evaluate.run import EvaluationConfig
     from foretrace.evaluate.run import evaluate as run
-    from foretrace.evaluate.suite import add_rival_hmm, load_suite
+    from foretrace.evaluate.suite import add_rival_hmm, load_suite, rival_name
 
-    loaded_suite = load_suite(suite)
+    loaded_suite, methods = load_suite(suite), list(method or ())
     if rival_hmm is not None:
         loaded_suite = add_rival_hmm(loaded_suite, rival_hmm)
+        rivals = [rival_name(name, rival_hmm) for name in methods]
+        methods += [name for name in rivals if name in loaded_suite.methods]
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     config = EvaluationConfig(
@@ -64,7 +66,7 @@ def evaluate(
         out=out,
         prompts=prompts,
         continuations=continuations,
-        methods=tuple(method or ()),
+        methods=tuple(methods),
         seed=seed,
         rows=rows,
         encoder=encoder,

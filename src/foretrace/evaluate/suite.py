@@ -354,8 +354,26 @@ def add_rival_hmm(suite: Suite, hmm: str) -> Suite:
         if plan.used_level is not None and plan.hmm is None:
             matched = plan.match_price or name
             rival = replace(plan, hmm=hmm, match_price=matched)
-            methods[f"{name}, {Path(hmm).name}"] = rival
+            methods[rival_name(name, hmm)] = rival
     return replace(suite, methods=methods)
+
+
+def rival_name(method: str, hmm: str) -> str:
+    """Return the name of a method that steers with another HMM.
+
+    Args:
+        method: The name of the method with the evaluation's HMM.
+        hmm: The folder or hub id of the other HMM.
+
+    Returns:
+        The name.
+
+    Example:
+        >>> from foretrace.evaluate.suite import rival_name
+        >>> rival_name("medium", "hmms/small")
+        'medium, small'
+    """
+    return f"{method}, {Path(hmm).name}"
 
 
 def suite_names() -> list[str]:
