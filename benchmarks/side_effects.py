@@ -26,8 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foretrace as ft
+from foretrace.chat import as_messages, render_chat
 from foretrace.engines.transformers import stop_tokens
-from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling, render_chat
+from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import THRESHOLD, Measurement, interval, mean_score
 from foretrace.evaluate.preparation import MethodBuilder, goal_identity, lm_identity
 from foretrace.evaluate.scoring import Scorer
@@ -222,7 +223,7 @@ def _answers(setup: Setup, name: str, questions: Sequence[str], goal: ft.Goal | 
         "goal": None if goal is None else list(goal_identity(goal)),
         "questions": list(questions),
     }
-    prompts = [render_chat(setup.tokenizer, question) for question in questions]
+    prompts = [render_chat(setup.tokenizer, as_messages(question)) for question in questions]
     goals = None if goal is None else [[goal]] * len(prompts)
     file = setup.folder / "side-effects" / f"{name}.jsonl"
     answers = generator.generate(prompts, Method(name, goals), file, settings)

@@ -39,14 +39,22 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> lis
         InvalidInputError: If a message lacks its role or content, or if the tokenizer has no chat
             template or one that refuses the messages.
     """
+    return _encode(tokenizer, render_chat(tokenizer, messages))
+
+
+def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
+    """Return the text of a chat, with all special tokens, up to where the answer begins.
+
+    Raises:
+        InvalidInputError: As `encode_chat`.
+    """
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InvalidInputError(
                 f"A message must have a role and a content, both texts, but has "
                 f"{', '.join(message) or 'nothing'}."
             )
-    text = _render(tokenizer, messages, add_generation_prompt=True)
-    return _encode(tokenizer, text)
+    return _render(tokenizer, messages, add_generation_prompt=True)
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:

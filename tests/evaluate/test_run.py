@@ -21,7 +21,6 @@ from foretrace.evaluate.generations import (
     ContinuationGenerator,
     Method,
     Sampling,
-    render_chat,
 )
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.report import write_report
@@ -208,12 +207,8 @@ def chats(
 
 def test_chats_go_through_the_template(chats: tuple[Path, dict[str, Any]], lm: Any) -> None:
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    assert render_chat(tokenizer, "w9 w1") == "w61 w9 w1 w62"
-    assert render_chat(tokenizer, "w9 w1", "w1 w2") == "w60 w1 w2 w61 w9 w1 w62"
     generator = ContinuationGenerator(lm, tokenizer, Sampling(), [0], bos_token_id=0, chat=True)
     assert generator.encode(["w61 w9 w1 w62"]) == [[62, 10, 2, 63]]  # no token is prepended
-    with pytest.raises(InvalidInputError, match="Use a chat model"):
-        render_chat(word_tokenizer(), "w1")
 
 
 def test_every_block_has_its_figures(chats: tuple[Path, dict[str, Any]]) -> None:

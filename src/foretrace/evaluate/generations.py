@@ -12,12 +12,9 @@ import torch
 
 from foretrace import _io
 from foretrace.attribute import Attribute
-from foretrace.engines.transformers import (
-    decode_after,
-    encode_prompts,
-)
+from foretrace.engines.transformers import decode_after, encode_prompts
 from foretrace.engines.transformers.sampler import Drawn, Sampler
-from foretrace.errors import InvalidFileError, InvalidInputError, reason
+from foretrace.errors import InvalidFileError
 from foretrace.steering import Goal
 
 if TYPE_CHECKING:
@@ -106,7 +103,7 @@ class ContinuationGenerator:
         ends: The ids of the tokens that end a text.
         bos_token_id: The token that is prepended to every prompt, as in the HMM's training data; if
             None, the tokenizer's special tokens are added.
-        chat: Whether prompts come from `render_chat`: then no token is prepended.
+        chat: Whether prompts come from `foretrace.chat.render_chat`: then no token is prepended.
 
     Example:
         >>> from foretrace.evaluate.generations import Method, Sampling, ContinuationGenerator
@@ -274,41 +271,6 @@ def encode_with_bos(
         return encode_prompts(tokenizer, prompts)
     encoded = tokenizer(list(prompts), add_special_tokens=False).input_ids
     return [[bos_token_id, *ids] for ids in encoded]
-
-
-def render_chat(
-    tokenizer: "PreTrainedTokenizerBase", message: str, system: str | None = None
-) -> str:
-    """Write a conversation as a prompt, by the tokenizer's chat template.
-
-    Args:
-        tokenizer: The tokenizer of a chat model.
-        message: The user's message.
-        system: The system message; if None, the template chooses.
-
-    Returns:
-        The prompt, up to the beginning of the answer. It has all special tokens.
-
-    Raises:
-        InvalidInputError: If the tokenizer has no chat template, or the template refuses the
-            messages.
-
-    Example:
-        >>> from foretrace.evaluate.generations import render_chat
-        >>> render_chat(tokenizer, "Hello")
-        'Hello'
-    """
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": message})
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
-    except Exception as error:  # a template can raise anything
-        raise InvalidInputError(
-            f"The tokenizer cannot write a conversation as a prompt ({reason(error)}). Use a chat "
-            f"model, or a suite without `chat`."
-        ) from error
 
 
 def _batch_seed(seed: int, first_index: int) -> int:

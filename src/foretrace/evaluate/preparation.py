@@ -19,8 +19,9 @@ from foretrace.attribute import (
     tokenize,
     word_tokens,
 )
+from foretrace.chat import as_messages, render_chat
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
-from foretrace.evaluate.generations import Method, render_chat
+from foretrace.evaluate.generations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -196,7 +197,7 @@ class MethodBuilder:
         messages = self.fill(self.template)
         systems = [None] * len(messages) if instruction is None else self.fill(instruction)
         return [
-            render_chat(self.chat_tokenizer, message, system)
+            render_chat(self.chat_tokenizer, as_messages(message, system))
             for message, system in zip(messages, systems, strict=True)
         ]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from foretrace import _io
 from foretrace.attribute import group_terms
+from foretrace.chat import end_of_turn
 from foretrace.engines.transformers import stop_tokens
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
@@ -193,8 +194,8 @@ def _build_generator(
     )
     ends = [*hmm.config.eos_token_ids]
     bos = ends[0] if ends else None
-    if suite.chat and tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
+    if suite.chat and (end := end_of_turn(tokenizer)) is not None:
+        ends.append(end)
     stops = stop_tokens(lm.generation_config, ends)
     return ContinuationGenerator(lm, tokenizer, sampling, stops, bos, suite.chat)
 
