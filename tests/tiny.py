@@ -81,7 +81,8 @@ def tiny_hmm(form: str, seed: int = 0) -> HMM:
         emission_operator = sparse_emission(TOKENS, STATES, seed=seed)
         transition = simplex(STATES, STATES, seed=seed)
         return HMM(simplex(STATES, seed=seed + 1), transition, emission_operator)
-    eos = {"eos": 2, "two ends": (2, 0)}.get(form)
+    ends: dict[str, tuple[int, ...]] = {"eos": (2,), "two ends": (2, 0)}
+    eos = ends.get(form)
     return HMM.random(STATES, TOKENS, eos_token_id=eos, seed=seed, dtype=torch.float64)
 
 
