@@ -31,7 +31,7 @@ def test_the_dtype_of_vllm(
 
     def load(**kwargs: Any) -> SimpleNamespace:
         options.update(kwargs)
-        model_config = SimpleNamespace(get_vocab_size=lambda: 64)
+        model_config = SimpleNamespace(get_vocab_size=lambda: 64, try_get_generation_config=dict)
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=model_config))
 
     vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")

@@ -306,7 +306,7 @@ def test_the_hmm_must_fit_the_corpus(tmp_path: Path) -> None:
     config = EMConfig(held_out=5)
     with pytest.raises(InvalidInputError, match="21 tokens and the corpus 20"):
         train(HMM.random(4, 21), corpus, config)
-    with pytest.raises(InvalidInputError, match="same end of text"):
+    with pytest.raises(InvalidInputError, match="same ends of text"):
         train(HMM.random(4, 20), corpus, config)
     other = HMM.random(4, 20, eos_token_id=3)
     other = HMM(
