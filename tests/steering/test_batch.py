@@ -247,3 +247,21 @@ def test_the_coefficient_of_a_single_term_counts(transform: tuple[float, float])
     tracker = PrefixTracker(hmm, absolute=True)
     tracker.step([Request((goal,), (1,), LENGTH)], [[]])
     torch.testing.assert_close(tracker.reweight(logits).exp()[0], goal.transform(eap / 2))
+
+
+@pytest.mark.parametrize("name", attributes())
+def test_a_mask_keeps_its_tokens(name: str) -> None:
+    """A grammar masks logits before steering: what it forbids stays so, and a token is left.
+
+    This holds for every mask, also if the only tokens left are improbable under the HMM.
+    """
+    hmm = persistent_hmm()
+    masks = torch.tensor(list(itertools.product([False, True], repeat=TOKENS)))[:-1]
+    goal = plain_goal(Lookahead(hmm, attributes()[name], LENGTH), 3.0, neutral_end=True)
+    request = Request((goal,), (0,), LENGTH, ends=(TOKENS - 1,))
+    tracker = PrefixTracker(hmm)
+    tracker.step([request] * len(masks), [[0]] * len(masks))
+    logits = torch.randn(len(masks), TOKENS).masked_fill(masks, -torch.inf)
+    probabilities = tracker.reweight(logits).softmax(-1)
+    assert not probabilities.isnan().any()
+    assert (probabilities[masks] == 0.0).all()
