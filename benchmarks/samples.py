@@ -1,7 +1,7 @@
 """Generate unselected examples: the first twenty prompts of a file, unsteered and steered.
 
-Writes the page `docs/results/steering.md`; with --quick, prints four prompts. Set FORETRACE_DATA to
-a folder with `detox` and `politics` (JSON Lines, compressed with xz).
+Writes the page `docs/results/steering.md`; with --quick, prints three prompts. Set FORETRACE_DATA
+to a folder with `detox` (JSON Lines, compressed with xz).
 """
 
 import json
@@ -21,44 +21,42 @@ from harness import Report, options
 from smollm2 import find_smollm2
 
 ROOT = Path(__file__).parent.parent
-GOALS = (
-    ("nontoxic", ["--goal", "nontoxic", "--transform", "10,-10"]),
-    ("political", ["--goal", "POLITICS", "--transform", "3,0"]),
-)
+GOALS = {
+    "nontoxic": ["--goal", "nontoxic"],
+    "positive": ["--goal", "positive"],
+    "political, strong": ["--goal", "political", "--level", "strong"],
+}
 INTRODUCTION = """# Steered texts
 
 The first twenty prompts of `detox/test_prompts_nontoxic`, continued by SmolLM2-135M-Instruct
-without steering (`bare`) and toward two goals, with the HMM of `examples/`. Nothing is selected or
-left out. All texts start from the same seed, so they are equal where steering changed no token.
-"Probability" is the attribute's own score of the unsteered and of the steered text: it shows that
-steering reaches its target, not that an independent judge would agree.
+without steering (`bare`) and toward three goals, with the HMM and the attributes of `examples/`.
+Nothing is selected or left out. All texts start from the same seed, so they are equal where
+steering changed no token. "Probability" is the attribute's own score of the unsteered and of the
+steered text: it shows that steering reaches its target, not that an independent judge would agree.
 
 ```bash
 FORETRACE_DATA=data python benchmarks/samples.py
 ```
 
-The script fits both attributes with `foretrace fit` and generates with `foretrace generate`. The
-options are `{settings}` and, for each goal:
+The script generates with `foretrace generate`. The options are `{settings}` and, for each goal:
 """
 SETTINGS = ["--max-new-tokens", "20", "--top-p", "0.9", "--seed", "0", "--batch-size", "20"]
 
 
 def main() -> None:
-    """Fit two attributes, generate, and write the page."""
+    """Generate, and write the page."""
     arguments = options(__doc__)
     data = Path(os.environ["FORETRACE_DATA"])
     file = data / "detox" / "test_prompts_nontoxic.jsonl.xz"
-    prompts = texts(read_rows(file), "prompt", file)[: 4 if arguments.quick else 20]
+    prompts = texts(read_rows(file), "prompt", file)[: 3 if arguments.quick else 20]
     report = Report("Texts, bare and steered")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        _fit(data, folder)
-        prompt_file = folder / "prompts.jsonl"
+        prompt_file = Path(scratch) / "prompts.jsonl"
         prompt_file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         generations = {}
-        for name, goal in GOALS:
+        for name in [*GOALS][: 1 if arguments.quick else None]:
             start = perf_counter()
-            generations[name] = _generate(folder, prompt_file, goal)
+            generations[name] = _generate(prompt_file, GOALS[name])
             report.add(
                 f"{name}: bare and steered, {len(prompts)} prompts", perf_counter() - start, "s"
             )
@@ -77,16 +75,9 @@ def _foretrace(*arguments: object) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _fit(data: Path, folder: Path) -> None:
-    common = ["--tokenizer", find_smollm2(), "--out"]
-    toxic = ["--score", "toxicity", "--invert", *common, folder / "nontoxic.safetensors"]
-    _foretrace("fit", data / "detox" / "train.jsonl.xz", *toxic)
-    political = ["--text", "description", "--by", "category", *common, folder]
-    _foretrace("fit", data / "politics" / "train.jsonl.xz", *political)
-
-
-def _generate(folder: Path, prompts: Path, goal: list[str]) -> list[dict[str, Any]]:
-    hmm = ["--hmm", ROOT / "examples" / "smollm2-135m", "--attributes", folder]
+def _generate(prompts: Path, goal: list[str]) -> list[dict[str, Any]]:
+    examples = ROOT / "examples"
+    hmm = ["--hmm", examples / "smollm2-135m", "--attributes", examples / "attributes"]
     flags = [*goal, "--prompts", prompts, "--compare", "--json", *SETTINGS]
     output = _foretrace("generate", find_smollm2(), *hmm, *flags)
     return [json.loads(line) for line in output.split("\n") if line]
@@ -99,7 +90,7 @@ def _bare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _page(generations: dict[str, list[dict[str, Any]]]) -> str:
     """Format a table for every prompt: the unsteered text, and the text and change of each goal."""
     lines = [INTRODUCTION.format(settings=" ".join(SETTINGS))]
-    lines += [f"- **{name}**: `{' '.join(goal)}`" for name, goal in GOALS]
+    lines += [f"- **{name}**: `{' '.join(goal)}`" for name, goal in GOALS.items()]
     for number, rows in enumerate(zip(*generations.values(), strict=True), 1):
         lines += ["", f"**{number}.** {_escaped(rows[0]['prompt'])} ...", ""]
         lines += ["| | | probability |", "|---|---|---|"]
