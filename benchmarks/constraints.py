@@ -37,9 +37,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     hmm = ft.HMM.from_pretrained(EXAMPLE)
-    for batch in (1, 8) if args.quick else (1, 8, 32):
-        _cost(lm, tokenizer, hmm, batch, 3 if args.quick else 8, report)
-    _success(lm, tokenizer, hmm, 20 if args.quick else 100, report)
+    for batch in (1,) if args.quick else (1, 8, 32):
+        _cost(lm, tokenizer, hmm, batch, 2 if args.quick else 8, report)
+    _success(lm, tokenizer, hmm, 5 if args.quick else 100, report)
     report.publish(args.json)
 
 

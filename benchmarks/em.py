@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import harness
+from foretrace._hardware import default_dtype
 from foretrace.distill import Corpus, EMConfig, Manifest, train
 from foretrace.distill.em.e_step import (
     STRETCH,
@@ -54,24 +55,27 @@ def bare_products(
 def against_products(
     report: harness.Report, states: int, sequences: int, length: int, goal: float, repeats: int
 ) -> None:
-    """Compare the E-step with its bare products, in float32 and bfloat16."""
+    """Compare the E-step with its bare products, in float32, and in bfloat16 where it is native."""
     parameters, index, counts = batch(states, sequences, length)
     jobs = []
-    for dtype in (torch.float32, torch.bfloat16):
+    has_bfloat16 = default_dtype("cpu") == torch.bfloat16
+    for dtype in (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,):
         operands = torch.rand(sequences, states), torch.rand(sequences, states)
         squares = torch.rand(states, states), torch.zeros(states, states)
         left, right, matrix, pair_sums = (tensor.to(dtype) for tensor in (*operands, *squares))
         e_step = EStep(states, length, dtype, parameters.initial)
         jobs.append(partial(e_step.accumulate, parameters, index, counts))
         jobs.append(partial(bare_products, left, right, matrix, pair_sums, length))
-    single, single_bare, half, half_bare = harness.seconds(*jobs, repeats=repeats)
+    single, single_bare, *narrow = harness.seconds(*jobs, repeats=repeats)
     label = f"{states:,} states"
     work = 6 * sequences * (length - 1) * states**2 / 1e9
     report.add(f"{label}: E-step / bare products, float32", single / single_bare, "x", at_most=goal)
-    report.add(f"{label}: E-step / bare products, bfloat16", half / half_bare, "x")
-    report.add(f"{label}: E-step, float32 / bfloat16", single / half, "x", at_least=2)
     report.add(f"{label}: E-step, float32", work / single, "GFLOPS")
-    report.add(f"{label}: E-step, bfloat16", work / half, "GFLOPS")
+    if has_bfloat16:
+        half, half_bare = narrow
+        report.add(f"{label}: E-step / bare products, bfloat16", half / half_bare, "x")
+        report.add(f"{label}: E-step, float32 / bfloat16", single / half, "x", at_least=2)
+        report.add(f"{label}: E-step, bfloat16", work / half, "GFLOPS")
     report.add(f"{label}: E-step, float32", sequences * length / single, "tokens/s")
 
 

@@ -1,11 +1,9 @@
 """Evaluate steering: every suite, on SmolLM2 with the HMM of `examples/` or of FORETRACE_HMM.
 
 Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a sentence-transformers
-model for the judges, and FORETRACE_RESULTS to the folder of all outputs. FORETRACE_DTYPE is the
-dtype of the language model, bfloat16 by default; float32 is faster on CPUs without bfloat16
-instructions. A run takes hours and resumes where it stopped. It writes the pages
-`docs/results/*.md` of the suites. With --quick, it generates a few texts of one suite in a
-temporary folder.
+model for the judges, and FORETRACE_RESULTS to the folder of all outputs. A run takes hours and
+resumes where it stopped. It writes the pages `docs/results/*.md` of the suites. With --quick, it
+generates a few texts of one suite in a temporary folder.
 """
 
 import json
@@ -37,6 +35,12 @@ PROMPTS = {
     "long-detox": 100,
     "long-sentiment": 100,
 }
+QUICK_SUITE = """
+extends: sentiment
+methods:
+  bare: {}
+  steered: {goals: positive, strength: 0.5}
+"""
 STRONG, TRANSFORMED = "strong", "paper transform (20, -63), 3 tokens"
 
 
@@ -46,9 +50,8 @@ def main() -> None:
     report = Report("Steered against bare")
     if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
-            quick = ["--continuations", 4, "--method", "medium"]
-            results = run_suite("sentiment", Path(scratch) / "sentiment", 6, *quick)
-            _add(report, "sentiment", results, "medium", "positive, mean")
+            results = run_quick_suite(Path(scratch))
+            _add(report, "sentiment", results, "steered", "positive, mean")
     else:
         folder = Path(os.environ["FORETRACE_RESULTS"])
         for suite, prompts in PROMPTS.items():
@@ -58,6 +61,13 @@ def main() -> None:
                 _add_targets(report, suite, results)
             _add_blocks(report, suite, results)
     report.publish(arguments.json)
+
+
+def run_quick_suite(folder: Path, hmm: Path | None = None) -> dict[str, Any]:
+    """Generate a few texts of the suite `sentiment`, steered by a strength without calibration."""
+    suite = folder / "quick.yaml"
+    suite.write_text(QUICK_SUITE)
+    return run_suite(str(suite), folder / "quick", 4, "--continuations", 2, hmm=hmm)
 
 
 def run_suite(
@@ -90,7 +100,6 @@ def _command(
     """Build the arguments of `foretrace`."""
     command = ["evaluate", lm, "--hmm", hmm, "--suite", suite, "--data", data]
     command += [] if prompts is None else ["--prompts", prompts]
-    command += ["--dtype", os.environ.get("FORETRACE_DTYPE", "bfloat16")]
     command += [] if encoder is None else ["--encoder", encoder]
     return [*command, "--out", out]
 

@@ -2,7 +2,7 @@
 
 Set FORETRACE_CORPUS to a corpus of SmolLM2 (`work/corpus` of a distillation), FORETRACE_RESULTS to
 a folder for all results, and the variables of `evaluation.py`. The last HMM is that of `examples/`.
-With --quick, one small HMM and a few texts.
+With --quick, one small HMM of a small corpus, and a few texts.
 """
 
 import json
@@ -13,8 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evaluation import EXAMPLE, ROOT, STRONG, run_suite
+from evaluation import EXAMPLE, ROOT, STRONG, run_quick_suite, run_suite
 from harness import Report, options
+from starts import small_corpus
 
 STATES, EPOCHS = 512, (1, 2, 4, 8)
 FIGURES = ("toxicity, average maximum", "perplexity")
@@ -25,19 +26,18 @@ def main() -> None:
     """Train, steer, and plot control against likelihood."""
     arguments = options(__doc__)
     report = Report("Control against the HMM's likelihood")
-    corpus = Path(os.environ["FORETRACE_CORPUS"])
     if arguments.quick:
         with tempfile.TemporaryDirectory() as scratch:
-            hmm = _train(corpus, Path(scratch) / "hmm", 16, 1)
-            more = ["--continuations", 4, "--method", "medium"]
-            results = run_suite("sentiment", Path(scratch) / "out", 4, *more, hmm=hmm)
-            changed = results["methods"]["medium"]["figures"]
+            corpus = small_corpus(Path(scratch) / "corpus")
+            hmm = _train(corpus.folder, Path(scratch) / "hmm", 16, 1, "--held-out", 32)
+            results = run_quick_suite(Path(scratch), hmm)
+            changed = results["methods"]["steered"]["figures"]
             _add(report, "16 states, 1 epoch", hmm, changed, QUICK_FIGURES)
     else:
         results_folder = Path(os.environ["FORETRACE_RESULTS"]) / "hmm-quality"
         hmms = {
             f"{STATES} states, {epochs} epochs": _train(
-                corpus, results_folder / f"{epochs}", STATES, epochs
+                Path(os.environ["FORETRACE_CORPUS"]), results_folder / f"{epochs}", STATES, epochs
             )
             for epochs in EPOCHS
         }
@@ -54,9 +54,9 @@ def main() -> None:
     report.publish(arguments.json)
 
 
-def _train(corpus: Path, out: Path, states: int, epochs: int) -> Path:
+def _train(corpus: Path, out: Path, states: int, epochs: int, *more: object) -> Path:
     command = [sys.executable, "-m", "foretrace", "em", corpus, "--states", states]
-    command += ["--epochs", epochs, "--evaluations", 1, "--dtype", "bfloat16", "--out", out]
+    command += ["--epochs", epochs, "--evaluations", 1, "--out", out, *more]
     subprocess.run(list(map(str, command)), check=True)
     return out
 

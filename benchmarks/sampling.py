@@ -37,7 +37,7 @@ def main() -> None:
 def measure_transformers(model: str, arguments: Options, report: Report) -> None:
     """Compare sampling without prompts with `generate` on a batch of the same size."""
     rows, length = (64, 9) if arguments.quick else (256, 33)
-    source = TransformersSource.load(model, end_of_text_token=END, dtype=torch.bfloat16)
+    source = TransformersSource.load(model, end_of_text_token=END)
     source.batch_size = rows
     input_ids = torch.zeros(rows, 1, dtype=torch.long)
 
@@ -68,7 +68,6 @@ def measure_vllm(model: str, arguments: Options, report: Report) -> None:
     source = VLLMSource.load(
         model,
         end_of_text_token=END,
-        dtype="bfloat16",
         max_model_len=64,
         max_num_seqs=512,
         enforce_eager=True,

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
+from foretrace._hardware import default_dtype
 from foretrace.engines.vllm.settings import Settings
 from foretrace.hmm import HMM
 from harness import Report, options
@@ -78,7 +79,7 @@ def _engine(processors: list[str]) -> Any:
 
     return LLM(
         str(find_smollm2()),
-        dtype="bfloat16",
+        dtype=default_dtype("cpu"),
         max_model_len=128,
         max_num_seqs=REQUESTS,
         enforce_eager=True,

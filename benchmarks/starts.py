@@ -70,8 +70,12 @@ def main() -> None:
 def _corpus(arguments: Options, scratch: Path) -> Corpus:
     if not arguments.quick:
         return Corpus(os.environ["FORETRACE_CORPUS"])
-    source = _lm()
-    return sample(scratch / "corpus", source, SamplingConfig(256, 18, shard_rows=32))
+    return small_corpus(scratch / "corpus")
+
+
+def small_corpus(folder: Path) -> Corpus:
+    """Sample a few short sequences from SmolLM2."""
+    return sample(folder, _lm(), SamplingConfig(256, 18, shard_rows=32))
 
 
 def _lm() -> TransformersSource:
@@ -100,7 +104,7 @@ def _train(cell: Cell, corpus: Corpus, folder: Path, arguments: Options) -> dict
     subset = _link_subset(corpus, cell.shards, folder.parent / f"corpus-{cell.shards}")
     # The same number of steps for every subset: EM reads fewer sequences more often.
     epochs = round(EPOCHS * len(corpus.shards()) / cell.shards)
-    config = EMConfig(epochs=epochs, batch_size=batch, held_out=held_out, dtype="bfloat16")
+    config = EMConfig(epochs=epochs, batch_size=batch, held_out=held_out)
     # All subsets have the start of the full corpus, so that only the rows of EM differ.
     start = _start(cell, corpus, held_out, folder.parent / "hidden")
     before = _nats(start, rows)
