@@ -24,4 +24,25 @@ def test_a_limit_does_not_allow_forbidden_tokens(forbidden: float) -> None:
     probabilities = steered.softmax(-1)
     assert float(probabilities[0, 0]) == 0
     torch.testing.assert_close(probabilities[0, 1:], BARE[0, 1:].softmax(-1))
-    assert 0.49 < float(prices(BARE, steered)[1]) <= 0.5
+    assert 0.49 < float(prices(BARE, steered)[1]) <= 0.5005
+
+
+@pytest.mark.parametrize("spread", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("limit", [0.05, 1.0])
+def test_a_limit_is_used_up(spread: float, limit: float) -> None:
+    """Rows below the limit keep every bit; the others cost it, within one in a hundred."""
+    generator = torch.Generator().manual_seed(0)
+    bare = 3 * torch.randn(40, 2000, generator=generator)
+    strengths = torch.linspace(0, spread, 40)[:, None]
+    steered = bare + strengths * torch.randn(40, 2000, generator=generator)
+    limited = steered.clone()
+    limit_prices_(bare, limited, torch.full((40,), limit))
+    before, after = prices(bare, steered), prices(bare, limited)
+    fits = before <= limit
+    assert torch.equal(limited[fits], steered[fits])
+    assert bool((after[~fits] <= 1.002 * limit).all())
+    assert bool((after[~fits] > 0.99 * limit).all())
+    factors = limited - bare
+    shares = factors[:, 0] / (steered - bare)[:, 0]
+    expected = bare + shares[:, None] * (steered - bare)  # one share for all tokens
+    torch.testing.assert_close(limited[~fits], expected[~fits], rtol=1e-4, atol=1e-3)
