@@ -8,7 +8,7 @@ from torch import Tensor
 
 import foretrace as ft
 from foretrace.lookahead.price import prices
-from foretrace.steering import BatchSteering, Request
+from foretrace.steering import Request, SlotSteering
 
 
 @torch.inference_mode()
@@ -28,12 +28,13 @@ def retrospect(
     ends: Sequence[int],
 ) -> Tensor:
     """Return the price of steering toward each goal at every position of a text: (T, goals)."""
-    steering = BatchSteering(goals[0].lookahead.hmm)
+    steering = SlotSteering(goals[0].lookahead.hmm)
     requests = [Request((goal,), tuple(prompt), len(text), ends=tuple(ends)) for goal in goals]
-    states = steering.read_generated(requests, [[]] * len(goals))
+    slots = list(range(len(goals)))
+    steering.read_generated(slots, requests, [[]] * len(goals))
     spent = []
     for token, logits in zip(text, text_logits(lm, prompt, text), strict=True):
         bare = logits.expand(len(goals), -1)
-        spent.append(prices(bare, steering.reweight_(bare.clone(), states)))
-        states = steering.advance(states, torch.full((len(goals),), token))
+        spent.append(prices(bare, steering.reweight_(bare.clone(), slots)))
+        steering.advance(slots, torch.full((len(goals),), token))
     return torch.stack(spent)

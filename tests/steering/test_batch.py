@@ -12,8 +12,8 @@ from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.steering import BatchSteering, Goal, PrefixTracker, Request
-from foretrace.steering.batch import READ_BACK
+from foretrace.steering import Goal, PrefixTracker, Request, SlotSteering
+from foretrace.steering.reading import READ_BACK, predict_after
 from goals import plain_goal
 from tiny import TOKENS, all_texts, tiny_hmm
 from tiny_attributes import WEIGHTS, attributes
@@ -91,11 +91,10 @@ def test_a_row_stores_one_belief_and_one_past() -> None:
     requests = [Request((plain_goal(lookahead),), (1, 2), 9) for _ in range(3)]
     for written in ([], [1], [1, 3]):
         tracker.step(requests, [written] * 3)
-    assert len(tracker._cache) == len(tracker.states) == 3
-    row = tracker.states[0]
-    assert row is not None
-    assert row.predicted.shape == (hmm.num_states,)
-    assert [past.shape for past in row.log_past] == [(terms,)]
+    assert tracker.rows == [0, 1, 2]
+    state = tracker.steering.state
+    assert state.predicted.shape == (3, hmm.num_states)
+    assert state.log_past.shape == (3, terms)
 
 
 def test_logits_that_do_not_fit_the_batch_are_refused() -> None:
@@ -180,13 +179,13 @@ def persistent_hmm() -> HMM:
 @pytest.mark.parametrize("num_generated", [0, 50])
 def test_the_filter_reads_the_last_tokens_of_a_sequence(num_generated: int) -> None:
     assert READ_BACK == 128
-    steering, later = BatchSteering(persistent_hmm()), [2] * (READ_BACK - 1)
+    later = [2] * (READ_BACK - 1)
     predicted = []
     for tokens in ([2] * 40 + [0] + later, [2] * 40 + [0, 2] + later):
-        prompt, generated = tokens[: len(tokens) - num_generated], tokens[-num_generated:]
-        request = Request((), tuple(prompt if num_generated else tokens), 100)
-        (state,) = steering.read_generated([request], [generated if num_generated else []])
-        predicted.append(float(state.predicted[0]))
+        length = torch.tensor([len(tokens)])
+        sequence = torch.tensor([tokens])
+        after = predict_after(persistent_hmm(), sequence, length - num_generated, length)
+        predicted.append(float(after[0, 0]))
     assert predicted[0] == pytest.approx(0.5 + 0.5 * 0.998**READ_BACK)
     assert predicted[1] == pytest.approx(0.5)
 
@@ -197,11 +196,12 @@ def test_all_generated_tokens_count_however_many_they_are(name: str) -> None:
     lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], LENGTH)
     generated = [0, 1, 0] + [2] * (READ_BACK + 10)
     request = Request((plain_goal(lookahead),), (1,), 1000)
-    (state,) = BatchSteering(lookahead.hmm).read_generated([request], [generated])
+    steering = SlotSteering(lookahead.hmm)
+    steering.read_generated([0], [request], [generated])
     expected = lookahead.log_weights(torch.tensor(generated)).sum(0)
-    torch.testing.assert_close(state.log_past[0], expected)
+    torch.testing.assert_close(steering.state.log_past[0], expected)
     if lookahead.automaton is not None:
-        (automaton_state,) = state.automaton_states
+        automaton_state = steering.state.numbers[0, -1]
         assert int(lookahead.automaton.min_tokens[automaton_state]) == 0
 
 
@@ -210,14 +210,16 @@ def test_unknown_tokens_change_nothing_but_the_count(name: str) -> None:
     """Whether they are read or advance a state, and wherever they stand in the sequence."""
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()[name], LENGTH)
-    steering, request = BatchSteering(hmm), Request((plain_goal(lookahead),), (1,), 20)
-    texts = [[0, 3], [0, TOKENS, 3], [TOKENS + 9, 0, 3], [0, 3, TOKENS]]
-    known, *unknown = steering.read_generated([request] * len(texts), texts)
-    unknown += steering.advance([known], torch.tensor([TOKENS]))
-    for state in unknown:
-        assert state.num_generated == 3
-        torch.testing.assert_close(state.predicted, known.predicted)
-        torch.testing.assert_close(state.log_past[0], known.log_past[0])
+    steering, request = SlotSteering(hmm), Request((plain_goal(lookahead),), (1,), 20)
+    texts = [[0, 3], [0, TOKENS, 3], [TOKENS + 9, 0, 3], [0, 3, TOKENS], [0, 3]]
+    slots = list(range(len(texts)))
+    steering.read_generated(slots, [request] * len(texts), texts)
+    steering.advance([len(texts) - 1], torch.tensor([TOKENS]))
+    state = steering.state
+    assert state.numbers[slots, 0].tolist() == [2, 3, 3, 3, 3]
+    for slot in slots[1:]:
+        torch.testing.assert_close(state.predicted[slot], state.predicted[0])
+        torch.testing.assert_close(state.log_past[slot], state.log_past[0])
 
 
 def test_a_shift_or_a_strength_alone_transforms_the_eap() -> None:

@@ -192,8 +192,6 @@ def test_constraints_hold_after_a_past_of_weight_zero() -> None:
         goal = plain_goal(Lookahead(hmm, attribute, 8))
         request = Request((goal,), (1,), 9)
         tracker.step([request], [[first]])
-        row = tracker.states[0]
-        assert row is not None
         steered.append(tracker.reweight(torch.zeros(1, TOKENS)).log_softmax(-1))
     assert steered[1].isfinite().all()
     assert float(steered[1][0, 3]) > float(steered[1][0, 1])  # ab is nearer to abab than b

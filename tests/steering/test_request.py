@@ -6,8 +6,9 @@ import torch
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead import Lookahead
 from foretrace.steering import PrefixTracker, Request
-from foretrace.steering.request import padded_ends, require_single_constraint
+from foretrace.steering.request import require_single_constraint
 from goals import plain_goal
+from oracle.neutral_end import padded_ends
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import attributes
 

@@ -195,7 +195,7 @@ def test_a_step_costs_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     for limit in (0.1, 100.0):
         monkeypatch.setattr("foretrace.steering.request.MAX_REWARD_PRICE", limit)
         tracker = PrefixTracker(hmm)
-        tracker.steering.observe = spent.append
+        tracker.steering.observe = lambda prices, _: spent.append(prices)
         tracker.step([Request((goal,), (1,), 8)] * 3, [[], [2], [0]])
         tracker.reweight(logits)
     limited, free = spent

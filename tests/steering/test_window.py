@@ -12,7 +12,7 @@ from foretrace.attribute.evidence import Evidence
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import BatchSteering, Goal, Marker, PrefixTracker, Request
+from foretrace.steering import Goal, Marker, PrefixTracker, Request, SlotSteering
 from foretrace.steering.merge_goals import merge_goals
 from foretrace.steering.window import Window, WindowState
 from goals import plain_goal
@@ -123,8 +123,8 @@ def test_rows_outside_their_window_keep_every_bit() -> None:
         Request((goal_in(window, lookahead if constraint else weighed),), (2,), 12)
         for window, constraint in zip(windows, constrained, strict=True)
     ]
-    observed: list[Tensor] = []
-    tracker = PrefixTracker(hmm, observe=observed.append)
+    observed: list[tuple[Tensor, Tensor]] = []
+    tracker = PrefixTracker(hmm, observe=lambda *step: observed.append(step))
     tracker.step(requests, texts)
     logits = torch.tensor([[-0.0, 1e-30, torch.inf, -torch.inf, torch.nan, 1e30]] * len(texts))
     logits[[0, 2]] = torch.randn(2, 6)
@@ -132,10 +132,9 @@ def test_rows_outside_their_window_keep_every_bit() -> None:
     untouched = [1, 3, 4, 5]
     assert torch.equal(steered[untouched].view(torch.int32), logits[untouched].view(torch.int32))
     assert (steered[[0, 2], :TOKENS] != logits[[0, 2], :TOKENS]).any(1).all()
-    assert [len(prices) for prices in observed] == [2]
-    tracker.step(requests[1:2], texts[1:2])
-    tracker.reweight(logits[1:2])
-    assert len(observed[-1]) == 0
+    ((prices, is_steered),) = observed
+    assert is_steered.nonzero()[:, 0].tolist() == [0, 2]
+    assert prices.nonzero()[:, 0].tolist() == [0, 2]
 
 
 def _states_of(hmm: HMM, request: Request, text: list[int]) -> tuple[PrefixTracker, PrefixTracker]:
@@ -161,9 +160,8 @@ def test_states_can_be_rebuilt_from_the_tokens(window: Window, once: bool) -> No
         advanced, read = _states_of(hmm, request, text)
         alone = advanced.reweight(logits[:1])
         torch.testing.assert_close(read.reweight(logits[:1]), alone)
-        assert advanced.states[0] is not None
-        assert read.states[0] is not None
-        assert read.states[0].window == advanced.states[0].window
+        states = [tracker.steering.state for tracker in (advanced, read)]
+        assert torch.equal(states[0].numbers, states[1].numbers)
         together = PrefixTracker(hmm)
         together.step([request, other], [text, text])
         torch.testing.assert_close(together.reweight(logits)[:1], alone)
@@ -265,6 +263,7 @@ def test_the_filter_reads_tokens_before_the_window() -> None:
     hmm = tiny_hmm("dense")
     lookahead = Lookahead(hmm, attributes()["one"], 8)
     request = Request((goal_in(Window(B), lookahead),), (0,), 9)
-    (state,) = BatchSteering(hmm).read_generated([request], [[0, 0, 1]])
-    torch.testing.assert_close(state.predicted[None], lookahead.predicted([0, 0, 0, 1]))
-    assert float(state.log_past[0]) == 0.0
+    steering = SlotSteering(hmm)
+    steering.read_generated([0], [request], [[0, 0, 1]])
+    torch.testing.assert_close(steering.state.predicted, lookahead.predicted([0, 0, 0, 1]))
+    assert float(steering.state.log_past[0]) == 0.0

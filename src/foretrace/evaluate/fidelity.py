@@ -18,9 +18,9 @@ from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.probe import Probe, states_after
-from foretrace.hmm import inference
+from foretrace.hmm import HMM, inference
 from foretrace.lookahead import Lookahead
-from foretrace.steering import BatchSteering, Request
+from foretrace.steering.reading import predict_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,12 +151,11 @@ def measure_fidelity(
         )
     torch.manual_seed(seed)
     sampler = Sampler(lm, ends, length, top_p=1.0)
-    steering = BatchSteering(lookahead.hmm)
     fidelity, emitted_weight = Fidelity(), _emitted_weight(lookahead)
     for done, prefix in enumerate(prefixes, 1):
         (drawn,) = sampler.draw([prefix], rollouts)
         texts = [[token for token in text.tokens if token not in ends] for text in drawn]
-        predicted = _predict_state(steering, prefix)
+        predicted = _predict_state(lookahead.hmm, prefix)
         _compare_across(fidelity, lookahead, emitted_weight, predicted, texts, length)
         nonempty = [text for text in texts if text]
         if nonempty:
@@ -266,11 +265,10 @@ def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[di
     ]
 
 
-def _predict_state(steering: BatchSteering, prefix: Sequence[int]) -> torch.Tensor:
+def _predict_state(hmm: HMM, prefix: Sequence[int]) -> torch.Tensor:
     """Compute the distribution of the HMM's state after a prefix: (1, h)."""
     length, tokens = torch.tensor([len(prefix)]), torch.tensor([prefix], dtype=torch.long)
-    (row,) = steering.read([Request((), tuple(prefix), 0)], tokens, length, length)
-    return row.predicted[None]
+    return predict_after(hmm, tokens, length, length)
 
 
 def _emitted_weight(lookahead: Lookahead) -> torch.Tensor:

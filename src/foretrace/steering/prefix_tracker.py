@@ -1,14 +1,15 @@
 """Steering for engines that pass whole sequences at every step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from foretrace.hmm import HMM
-from foretrace.steering.batch import BatchSteering
 from foretrace.steering.request import Request
-from foretrace.steering.state import SequenceState
+from foretrace.steering.slots import Observe, SlotSteering
+
+Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixTracker:
@@ -18,8 +19,8 @@ class PrefixTracker:
     before by one token advances the state of that one. All others are read from their tokens.
 
     Attributes:
-        steering: The steering of the batch.
-        states: The states of the rows of the last step; None for rows without goals.
+        steering: The steering of the batch. Row i has slot i.
+        rows: The slot of each row of the last step; None for rows without goals.
 
     Example:
         >>> from foretrace.steering import PrefixTracker, Request
@@ -34,19 +35,19 @@ class PrefixTracker:
         self,
         hmm: HMM,
         *,
-        observe: Callable[[Tensor], None] | None = None,
+        observe: Observe | None = None,
         absolute: bool = False,
     ) -> None:
         """Create a tracker without rows.
 
         Args:
             hmm: The HMM of all goals.
-            observe: As for `BatchSteering`.
-            absolute: As for `BatchSteering`.
+            observe: As for `SlotSteering`.
+            absolute: As for `SlotSteering`.
         """
-        self.steering = BatchSteering(hmm, observe, absolute=absolute)
-        self.states: list[SequenceState | None] = []
-        self._cache: dict[tuple[int, tuple[int, ...]], SequenceState] = {}
+        self.steering = SlotSteering(hmm, observe, absolute=absolute)
+        self.rows: list[int | None] = []
+        self._slots: dict[Key, int] = {}  # of the last step
 
     def step(self, requests: Sequence[Request], generated: Sequence[Sequence[int]]) -> None:
         """Set the rows of this step.
@@ -55,27 +56,40 @@ class PrefixTracker:
             requests: The request of each row. Pass the same objects at every step.
             generated: The generated token ids of each row, without the prompt.
         """
-        keys = [
+        keys: list[Key | None] = [
             (id(request), tuple(tokens)) if request.goals else None
             for request, tokens in zip(requests, generated, strict=True)
         ]
-        extended, new = {}, {}
-        for key, request in zip(keys, requests, strict=True):
-            if key is None or key in self._cache:
+        sources, tokens, moved, new = list(range(len(keys))), [0] * len(keys), [], []
+        for row, key in enumerate(keys):
+            if key is None:
                 continue
-            request_id, tokens = key
-            previous = self._cache.get((request_id, tokens[:-1])) if tokens else None
-            if previous is not None:
-                extended[key] = previous
+            request, prefix = key
+            if key in self._slots:
+                sources[row] = self._slots[key]
+            elif prefix and (request, prefix[:-1]) in self._slots:
+                sources[row], tokens[row] = self._slots[request, prefix[:-1]], prefix[-1]
+                moved.append(row)
             else:
-                new[key] = request
-        last = torch.tensor([tokens[-1] for _, tokens in extended], dtype=torch.long)
-        last = last.to(self.steering.hmm.device, non_blocking=True)
-        advanced = self.steering.advance(list(extended.values()), last)
-        read = self.steering.read_generated(list(new.values()), [tokens for _, tokens in new])
-        known = {**self._cache, **dict(zip([*extended, *new], [*advanced, *read], strict=True))}
-        self.states = [None if key is None else known[key] for key in keys]
-        self._cache = {key: known[key] for key in keys if key is not None}
+                new.append(row)
+        self.rows = [None if key is None else row for row, key in enumerate(keys)]
+        self._slots = {key: row for row, key in enumerate(keys) if key is not None}
+        self.steering.assign(dict(enumerate(requests)), sources)
+        self._advance(tokens, moved)
+        self.steering.read_generated(
+            new, [requests[row] for row in new], [generated[row] for row in new]
+        )
+
+    def _advance(self, tokens: list[int], moved: list[int]) -> None:
+        if not moved:
+            return
+        device, mask = self.steering.hmm.device, None
+        if len(moved) < len([row for row in self.rows if row is not None]):
+            mask = torch.zeros(len(tokens), dtype=torch.bool)
+            mask[moved] = True
+            mask = mask.to(device, non_blocking=True)
+        ids = torch.tensor(tokens, dtype=torch.long).to(device, non_blocking=True)
+        self.steering.advance(self.rows, ids, mask)
 
     def reweight(self, logits: Tensor) -> Tensor:
         """Steer the rows of the last step.
@@ -89,4 +103,4 @@ class PrefixTracker:
         Raises:
             InvalidInputError: If the logits do not fit the rows or the HMM's vocabulary.
         """
-        return self.steering.reweight_(logits.clone(), self.states)
+        return self.steering.reweight_(logits.clone(), self.rows)

@@ -1,6 +1,5 @@
 """The goals and limits of one sequence to generate."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -137,17 +136,3 @@ def require_no_text(required: bool) -> None:
             "A goal requires text in a window that ends at a marker, and the marker may come "
             "before the text. Let the window be a number of tokens, or end with the text."
         )
-
-
-def padded_ends(requests: Sequence[Request], vocab_size: int) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of requests that have end tokens, and these tokens.
-
-    Each list of tokens is padded to the longest with its first token. Tokens outside the vocabulary
-    are left out: they cannot be generated.
-    """
-    ends = [[token for token in request.ends if 0 <= token < vocab_size] for request in requests]
-    width = max(map(len, ends), default=0)
-    indices = [index for index, tokens in enumerate(ends) if tokens]
-    return indices, [
-        ends[index] + ends[index][:1] * (width - len(ends[index])) for index in indices
-    ]

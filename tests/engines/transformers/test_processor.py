@@ -130,7 +130,7 @@ class Forgetful(PrefixTracker):
     """A steering that keeps nothing: every state is found from the tokens alone."""
 
     def step(self, requests: Sequence[Request], written: Sequence[Sequence[int]]) -> None:
-        self._cache = {}
+        self._slots = {}
         super().step(requests, written)
 
 

@@ -119,7 +119,7 @@ def test_beams_and_samples_keep_their_windows(
 
     def forgetful(self: SteeringProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.tracker is not None:
-            self.tracker._cache.clear()
+            self.tracker._slots.clear()
         return original(self, input_ids, scores)
 
     monkeypatch.setattr(SteeringProcessor, "__call__", forgetful)

@@ -115,8 +115,11 @@ def test_structured_outputs_with_required_texts_are_refused(tmp_path: Path) -> N
 
 
 def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:
+    tokens = processor.request_states.all_token_ids.gpu
     context = SimpleNamespace(
-        idx_mapping_np=np.array(slots), seq_lens_upper_bound_np=np.full(len(slots), length)
+        idx_mapping_np=np.array(slots),
+        seq_lens_upper_bound_np=np.full(len(slots), length),
+        input_ids=tokens[slots, length - 1],
     )
     steered: torch.Tensor = processor.apply(torch.zeros(len(slots), len(WORDS)), context)
     return steered
@@ -130,8 +133,8 @@ def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
     assert processor.slots[0].request is not None
     steered = _step(processor, [1], 4)
     assert processor.slots[0].request is None
-    assert processor.slots[0].state is None
-    processor.slots[1].request = processor.slots[1].state = None  # as if it had waited
+    assert processor.slots[0].num_generated is None
+    processor.slots[1].forget()  # as if it had waited
     assert torch.equal(_step(processor, [1], 4), steered)
 
 

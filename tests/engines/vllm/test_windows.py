@@ -77,10 +77,11 @@ def _runner_v2(params: Any, prompt: list[int], generated: list[int]) -> Iterator
     processor.add_request(0, params)
     for count in range(len(generated) + 1):
         if count % 3 == 0:
-            processor.slots[0].request = processor.slots[0].state = None
+            processor.slots[0].forget()
         context = SimpleNamespace(
             idx_mapping_np=np.array([0]),
             seq_lens_upper_bound_np=np.array([len(prompt) + count]),
+            input_ids=tokens[[len(prompt) + count - 1]],
         )
         yield processor.apply(_bare(), context)[0]
 

@@ -15,7 +15,7 @@ from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
 from foretrace.lookahead.price import prices
-from foretrace.steering import BatchSteering, Goal, Request
+from foretrace.steering import Goal, Request, SlotSteering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -127,14 +127,15 @@ class SteeredRuns:
         requests = [
             Request((goal,), prompt, self.max_new_tokens, ends=self.ends) for prompt in self.prompts
         ]
-        rows, steering = deepcopy(self._rows), BatchSteering(goal.lookahead.hmm)
-        states = steering.read_generated(requests, [[]] * len(requests))
+        rows, steering = deepcopy(self._rows), SlotSteering(goal.lookahead.hmm)
+        slots = list(range(len(requests)))
+        steering.read_generated(slots, requests, [[]] * len(requests))
         generator = torch.Generator(rows.logits.device).manual_seed(self.seed)
         ends = torch.tensor(self.ends, dtype=torch.long, device=rows.logits.device)
         has_ended = torch.zeros(len(requests), dtype=torch.bool, device=rows.logits.device)
         total, count = 0.0, 0
         for num_generated in range(1, self.max_new_tokens + 1):
-            steered = steering.reweight_(rows.logits.clone(), states)
+            steered = steering.reweight_(rows.logits.clone(), slots)
             total += float(prices(rows.logits, steered)[~has_ended].sum())
             count += int((~has_ended).sum())
             tokens = _draw(steered, generator)
@@ -143,7 +144,7 @@ class SteeredRuns:
                 self.observe(num_generated)
             if num_generated == self.max_new_tokens or bool(has_ended.all()):
                 break
-            states = steering.advance(states, tokens.to(goal.lookahead.hmm.device))
+            steering.advance(slots, tokens.to(goal.lookahead.hmm.device))
             rows.append(tokens)
         return total / count
 

@@ -9,6 +9,7 @@ from transformers import LogitsProcessor
 from foretrace.errors import InvalidInputError
 from foretrace.steering import Goal, PrefixTracker, Request
 from foretrace.steering.merge_goals import merge_goals
+from foretrace.steering.transfer import to_device
 
 Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
 """Goals of every row, or a sequence of goals for each prompt."""
@@ -108,14 +109,13 @@ class SteeringProcessor(LogitsProcessor):
         self.tracker.step(rows, ids[:, length:].tolist())
         return self.tracker.reweight(scores)
 
-    def _observe(self, prices: Tensor) -> None:
-        """Pass the prices of all rows on, from those of the steered rows."""
+    def _observe(self, prices: Tensor, is_steered: Tensor) -> None:
+        """Pass the prices of all rows on, from those of the rows with goals."""
         assert self.tracker is not None
         assert self.observe is not None
-        states = enumerate(self.tracker.states)
-        steered = [row for row, state in states if state is not None and state.is_steered]
-        all_prices = prices.new_zeros(len(self.tracker.states))
-        all_prices[steered] = prices
+        rows = [row for row in self.tracker.rows if row is not None]
+        all_prices = prices.new_zeros(len(self.tracker.rows))
+        all_prices[to_device(rows, prices.device)] = prices
         self.observe(all_prices)
 
     def _requests(self, prompts: Tensor) -> list[Request]:

@@ -1,9 +1,9 @@
 """The requests, goals and states of a vLLM batch, for the processors of both model runners."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import open_table_cache
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering import BatchSteering, Request, SequenceState
+from foretrace.steering import Request, SlotSteering
+from foretrace.steering.transfer import to_device
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -89,16 +90,23 @@ class Slot:
     prompt_length: int
     output: list[int]
     """Generated token ids, updated by runner V1; runner V2 has them on the device."""
+    number: int
+    """The number of its slot in the steering."""
     request: Request | None = None
-    state: SequenceState | None = None
+    num_generated: int | None = None
+    """How many generated tokens its state includes; None if there is no state."""
     failed: bool = False
     """Whether its goals could not be loaded. Such a request is ended, not left unsteered."""
 
     def missing(self, num_generated: int) -> int:
         """Return how many generated tokens the state lacks; -1 if it must be computed from all."""
-        if self.state is None or self.state.num_generated > num_generated:
+        if self.num_generated is None or self.num_generated > num_generated:
             return -1
-        return num_generated - self.state.num_generated
+        return num_generated - self.num_generated
+
+    def forget(self) -> None:
+        """Drop the goals and the state; both are loaded again when they are needed."""
+        self.request = self.num_generated = None
 
 
 class SteeringCore:
@@ -114,7 +122,7 @@ class SteeringCore:
         _check_model(vllm_config, self.cache.hmm)
         self.cache.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.steering = BatchSteering(self.cache.hmm)
+        self.steering = SlotSteering(self.cache.hmm)
         self.price_meter = prometheus.PriceMeter()
         self.ends = _ends(vllm_config, self.cache.hmm.config.eos_token_ids)
 
@@ -149,28 +157,58 @@ class SteeringCore:
         ends = tuple(params.all_stop_token_ids)
         return Request(goals, tuple(slot.prompt or ()), limit, steering_params.horizon, ends)
 
-    def advance(self, slots: Sequence[Slot], tokens: Tensor) -> None:
-        """Update the states of slots by one token each: (n,) ids."""
-        states = [slot.state for slot in slots if slot.state is not None]
-        set_states(slots, self.steering.advance(states, tokens))
+    def update(self, num_rows: int, counts: Mapping[int, int], rows: Mapping[int, Slot]) -> "Step":
+        """Find out which slots of a step lack one token, and which must be read.
 
-    def apply(self, logits: Tensor, rows: dict[int, Slot]) -> None:
-        """Reweight the logits of rows in place: (rows, V or more)."""
-        states: list[SequenceState | None] = [None] * len(logits)
+        Args:
+            num_rows: The number of rows of the logits.
+            counts: The number of generated tokens of each row with a slot.
+            rows: The slots of the rows whose prompt is complete and whose goals are loaded.
+        """
+        numbers: list[int | None] = [None] * num_rows
+        moved, new = [], []
         for row, slot in rows.items():
-            states[row] = slot.state
+            numbers[row] = slot.number
+            missing = slot.missing(counts[row])
+            if missing == 1:
+                moved.append(row)
+            elif missing != 0:
+                new.append(row)
+            slot.num_generated = counts[row]
+        requests = {slot.number: slot.request for slot in rows.values() if slot.request}
+        self.steering.assign(requests)
+        return Step(numbers, moved, new)
+
+    def advance(self, step: "Step", tokens: Tensor) -> None:
+        """Update the states of the rows that lack one token: (rows,) ids, on the device."""
+        if not step.moved:
+            return
+        mask = None
+        if len(step.moved) < sum(number is not None for number in step.numbers):
+            mask = torch.zeros(len(step.numbers), dtype=torch.bool)
+            mask[step.moved] = True
+            mask = mask.to(tokens.device, non_blocking=True)
+        self.steering.advance(step.numbers, tokens, mask)
+
+    def apply(self, logits: Tensor, step: "Step", failed: Sequence[int]) -> None:
+        """Reweight the logits of rows in place; failed rows may only end: (rows, V or more)."""
         self.steering.observe = self.price_meter.next_step()
-        self.steering.reweight_(logits, states)
-        failed = [row for row, slot in rows.items() if slot.failed]
-        if failed:  # these may generate nothing but their end
-            logits[failed] = -torch.inf
-            logits[torch.tensor(failed)[:, None], torch.tensor(self.ends)] = 0.0
+        self.steering.reweight_(logits, step.numbers)
+        if failed:
+            rows, ends = (to_device(part, logits.device) for part in (failed, self.ends))
+            logits[rows] = -torch.inf
+            logits[rows[:, None], ends] = 0.0
 
 
-def set_states(slots: Sequence[Slot], states: Sequence[SequenceState]) -> None:
-    """Store the new states of slots."""
-    for slot, state in zip(slots, states, strict=True):
-        slot.state = state
+class Step(NamedTuple):
+    """The rows of a decoding step."""
+
+    numbers: list[int | None]
+    """The slot number of each row; None if it is not steered."""
+    moved: list[int]
+    """The rows that have one more token than their state."""
+    new: list[int]
+    """The rows whose state must be computed from all tokens."""
 
 
 def _ends(config: "VllmConfig", hmm_ends: tuple[int, ...]) -> list[int]:

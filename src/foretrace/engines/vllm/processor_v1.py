@@ -7,7 +7,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from foretrace.engines.vllm import prometheus
-from foretrace.engines.vllm.core import Slot, SteeringCore, set_states
+from foretrace.engines.vllm.core import Slot, SteeringCore, Step
+from foretrace.steering.transfer import to_device
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -22,7 +23,9 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
         self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool
     ) -> None:
         self.core = SteeringCore(vllm_config, torch.device(device))
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, Slot] = {}  # by row
+        self.free: list[int] = []  # numbers of slots without a request
+        self.num_numbers = 0
 
     def is_argmax_invariant(self) -> bool:
         """Return False: steering changes the most probable token."""
@@ -30,32 +33,47 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: "BatchUpdate | None") -> None:
         """Add, remove and move requests as the batch changes."""
-        process_dict_updates(self.slots, batch_update, self._add)
+        if process_dict_updates(self.slots, batch_update, self._add):
+            used = {slot.number for slot in self.slots.values()}
+            self.free = [number for number in range(self.num_numbers) if number not in used]
+            if not used:
+                self.core.steering.assign({})  # finished requests hold no tables
 
     def _add(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
     ) -> Slot | None:
-        slot = Slot(params, prompt, len(prompt or ()), output)
-        return self.core.open(slot, resumed=bool(output))  # a preempted request has output
+        if not self.free:
+            self.free.append(self.num_numbers)
+            self.num_numbers += 1
+        slot = Slot(params, prompt, len(prompt or ()), output, self.free[-1])
+        opened = self.core.open(slot, resumed=bool(output))  # a preempted request has output
+        if opened is not None:
+            self.free.pop()
+        return opened
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> Tensor:
         """Reweight the rows of steered requests in place: (rows, V or more)."""
         if self.slots:
             with prometheus.timed_step():
-                self._update_states()
-                self.core.apply(logits, self.slots)
+                step = self._update_states(len(logits))
+                self.core.apply(
+                    logits, step, [row for row, one in self.slots.items() if one.failed]
+                )
         return logits
 
-    def _update_states(self) -> None:
+    def _update_states(self, num_rows: int) -> Step:
         """Advance states that lack one token, and compute new ones from all tokens."""
-        active = [slot for slot in self.slots.values() if not slot.failed]
-        missing = [slot.missing(len(slot.output)) for slot in active]
-        advanced = [slot for slot, count in zip(active, missing, strict=True) if count == 1]
-        tokens = torch.tensor([slot.output[-1] for slot in advanced], dtype=torch.long)
-        self.core.advance(advanced, tokens.to(self.core.cache.hmm.device))
+        rows = {row: slot for row, slot in self.slots.items() if not slot.failed}
+        counts = {row: len(slot.output) for row, slot in rows.items()}
+        step = self.core.update(num_rows, counts, rows)
+        tokens = [0] * num_rows
+        for row in step.moved:
+            tokens[row] = rows[row].output[-1]
+        self.core.advance(step, to_device(tokens, self.core.cache.hmm.device))
         # Requests that are new, or that resume after preemption.
-        new = [slot for slot, count in zip(active, missing, strict=True) if count not in (0, 1)]
+        new = [rows[row] for row in step.new]
         requests = [slot.request for slot in new if slot.request is not None]
-        outputs = [slot.output for slot in new]
-        set_states(new, self.core.steering.read_generated(requests, outputs))
+        numbers = [slot.number for slot in new]
+        self.core.steering.read_generated(numbers, requests, [slot.output for slot in new])
+        return step

@@ -53,24 +53,25 @@ class PriceMeter:
 
     def __init__(self) -> None:
         self.nats: Tensor | None = None
-        self.tokens = self.steps = 0
+        self.tokens: Tensor | None = None
+        self.steps = 0
 
-    def next_step(self) -> Callable[[Tensor], None] | None:
+    def next_step(self) -> Callable[[Tensor, Tensor], None] | None:
         """Begin a step; return the function that takes its prices, or None if it needs none."""
         self.steps += 1
         if self.steps % STEPS_BETWEEN_READS == 0:
             self._count()
         return self.add if self.steps % STEPS_BETWEEN_PRICES == 1 else None
 
-    def add(self, prices: Tensor) -> None:
-        """Add the price of every steered row, in nats: (n,)."""
-        total = prices.nan_to_num(0.0).sum()  # NaN: no token was possible
+    def add(self, prices: Tensor, is_steered: Tensor) -> None:
+        """Add the price of every row, in nats, and count the steered rows: (n,) each."""
+        total, tokens = prices.nan_to_num(0.0).sum(), is_steered.sum()  # NaN: no possible token
         self.nats = total if self.nats is None else self.nats + total
-        self.tokens += len(prices)
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
 
     def _count(self) -> None:
         """Add the sums to the counters."""
-        if self.nats is not None:
+        if self.nats is not None and self.tokens is not None:
             PRICE.inc(float(self.nats))
-            PRICED.inc(self.tokens)
-        self.nats, self.tokens = None, 0
+            PRICED.inc(int(self.tokens))
+        self.nats = self.tokens = None

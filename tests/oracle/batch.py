@@ -16,13 +16,13 @@ from foretrace.hmm import HMM, inference
 from foretrace.hmm.probability import transposed
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.lookahead.price import limit_prices_, prices
-from foretrace.steering.constraints import ConstraintCorrection, constraint_corrections
-from foretrace.steering.goal_group import GoalGroup, group_by_kind
-from foretrace.steering.neutral_end import NeutralEnd
-from foretrace.steering.request import Request, padded_ends
-from foretrace.steering.state import SequenceState
+from foretrace.steering.request import Request
 from foretrace.steering.transfer import to_device
 from foretrace.steering.window import WindowState
+from oracle.constraints import ConstraintCorrection, constraint_corrections
+from oracle.goal_group import GoalGroup, group_by_kind
+from oracle.neutral_end import NeutralEnd, padded_ends
+from oracle.state import SequenceState
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
@@ -35,7 +35,8 @@ class BatchSteering:
     A step is `read` or `advance` for the states, then `reweight_` for the logits.
 
     Example:
-        >>> from foretrace.steering import BatchSteering, Request
+        >>> from foretrace.steering import Request
+        >>> from oracle.batch import BatchSteering
         >>> request = Request((ft.Goal(ft.Lookahead(hmm, attribute, 8)),), prompt=(5,), limit=20)
         >>> steering = BatchSteering(hmm)
         >>> states = steering.read_generated([request], [[]])

@@ -17,10 +17,10 @@ from foretrace.hmm.probability import blocks_of
 from foretrace.lookahead.device_automaton import DeviceAutomaton
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.lookahead.tables import LOG_ZERO, log_zero_for
-from foretrace.steering.goal_group import transform_tensors
-from foretrace.steering.request import padded_ends
-from foretrace.steering.state import GoalState, SequenceState, goal_states
 from foretrace.steering.transfer import to_device
+from oracle.goal_group import transform_tensors
+from oracle.neutral_end import padded_ends
+from oracle.state import GoalState, SequenceState, goal_states
 
 MAX_ELEMENTS = 1 << 22  # of a block's product
 NEGLIGIBLE = 1e4  # nats: targets that are so much less probable than the best are not chosen

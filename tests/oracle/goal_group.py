@@ -8,8 +8,8 @@ from torch import Tensor
 from foretrace.attribute.transform import log_common, log_transformed
 from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
 from foretrace.steering.goal import Goal
-from foretrace.steering.state import GoalState, SequenceState, goal_states
 from foretrace.steering.transfer import to_device
+from oracle.state import GoalState, SequenceState, goal_states
 
 
 def group_by_kind(sequences: Sequence[SequenceState]) -> list[list[GoalState]]:

@@ -1,0 +1,315 @@
+"""The steering of a batch whose sequences have slots: tensors with one row per sequence.
+
+A step takes a fixed number of tensor operations, whatever the number of rows, goals and attributes,
+and none of them waits for the device. Only when rows come, go or change places, indices are copied
+to the device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead.price import limit_prices_, prices
+from foretrace.steering.automaton_factors import AutomatonStep
+from foretrace.steering.log_factors import ColumnValues, add_log_factors_, common_factors
+from foretrace.steering.neutral_end import NeutralEnd
+from foretrace.steering.plan import Plan, build_plan
+from foretrace.steering.planned import PlannedRow
+from foretrace.steering.pool import TablePool
+from foretrace.steering.reading import predict_after, write_slot
+from foretrace.steering.request import Request
+from foretrace.steering.slot_state import SlotNumbers, SlotState, advance
+
+Observe = Callable[[Tensor, Tensor], None]
+
+
+class _LastPlan(NamedTuple):
+    """The plan of the last step. It holds the requests, so that no other has their identity."""
+
+    place: tuple[object, ...]
+    requests: list[Request | None]
+    plan: Plan | None
+
+
+class SlotSteering:
+    """Steer the rows of a batch.
+
+    A sequence has a slot, which `read` fills from its tokens. A step is `advance` for the slots,
+    then `reweight_` for the logits.
+
+    Attributes:
+        hmm: The HMM of all goals.
+        pool: The tables of all goals.
+        state: The state of the slots.
+
+    Example:
+        >>> from foretrace.steering import Request, SlotSteering
+        >>> request = Request((ft.Goal(ft.Lookahead(hmm, attribute, 8)),), prompt=(5,), limit=20)
+        >>> steering = SlotSteering(hmm)
+        >>> steering.read_generated([0], [request], [[]])
+        >>> logits = steering.reweight_(torch.zeros(1, hmm.vocab_size), [0])
+        >>> steering.advance([0], logits.argmax(-1))
+    """
+
+    def __init__(
+        self,
+        hmm: HMM,
+        observe: Observe | None = None,
+        *,
+        absolute: bool = False,
+    ) -> None:
+        """Create the steering of an HMM.
+
+        Args:
+            hmm: The HMM of all goals.
+            observe: Called at every step with the price of every row that has goals, (n,), which
+                is the KL divergence of the steered from the bare next-token distribution in nats,
+                and with whether the row is steered, (n,). The price is 0 outside a row's window.
+            absolute: Whether steered logits include the summand that all tokens of a row share. It
+                does not change probabilities. It grows with the sequence, until float32 cannot hold
+                it together with the language model's logits.
+        """
+        self.hmm, self.observe, self.absolute = hmm, observe, absolute
+        self.pool, self.state = TablePool(hmm), SlotState.empty(hmm)
+        self._requests: dict[int, Request] = {}  # by slot
+        self._counts: dict[int, int] = {}  # generated tokens, by slot
+        self._last_plan: _LastPlan | None = None
+        self._shape = (0, hmm.vocab_size)
+
+    def advance(
+        self, rows: Sequence[int | None], tokens: Tensor, moved: Tensor | None = None
+    ) -> None:
+        """Update the slots of rows by one token each.
+
+        Args:
+            rows: The slot of each row; None for rows without goals.
+            tokens: The next token id of each row, (rows,), on the HMM's device. Tokens outside the
+                HMM's vocabulary leave its belief unchanged.
+            moved: Which rows have a new token, (rows,) bool, on the device; None for all.
+        """
+        used = [slot for slot in rows if slot is not None]
+        for slot in used:
+            self._counts[slot] = self._counts.get(slot, 0) + 1
+        self._reserve(used)
+        plan = self._plan(rows, (len(rows), self._shape[1]))
+        if plan is None:
+            return
+        if not plan.all_rows:
+            tokens = tokens[plan.rows.rows]
+            moved = None if moved is None else moved[plan.rows.rows]
+        advance(self.state, plan, self.pool, tokens, moved)
+
+    def assign(self, requests: Mapping[int, Request], sources: Sequence[int] = ()) -> None:
+        """Say which slots are in use; the requests of all others are dropped.
+
+        Args:
+            requests: The request of each slot in use.
+            sources: Slot i takes the state of slot `sources[i]`, for the first slots, as in beam
+                search. By default, all slots keep their state.
+        """
+        known = [source if source in self._counts else None for source in sources]
+        if any(source not in (None, slot) for slot, source in enumerate(known)):
+            self.state.reserve(len(sources), 1, 0)
+            index = torch.tensor(sources).to(self.hmm.device, non_blocking=True)
+            self.state.permute(index)
+            counts = [None if source is None else self._counts[source] for source in known]
+            self._counts |= {slot: count for slot, count in enumerate(counts) if count is not None}
+        self._requests = dict(requests)
+        if not requests:
+            self._last_plan = None  # nothing holds the tables of requests that are finished
+        self._counts = {slot: n for slot, n in self._counts.items() if slot in requests}
+
+    def reweight_(self, logits: Tensor, rows: Sequence[int | None]) -> Tensor:
+        """Add the log-factors of the rows' goals to the language model's logits, in place.
+
+        Tokens past the HMM's vocabulary are forbidden in steered rows, except neutral ends.
+
+        Args:
+            logits: The language model's logits, (rows, V or more).
+            rows: The slot of each row. Rows that are None or outside their window are not changed.
+
+        Returns:
+            The same logits.
+
+        Raises:
+            InvalidInputError: If the logits do not fit the rows or the HMM's vocabulary.
+        """
+        if len(logits) != len(rows) or logits.shape[1] < self.hmm.vocab_size:
+            raise InvalidInputError(
+                f"Logits have shape {tuple(logits.shape)}, but there are {len(rows)} rows, "
+                f"and the HMM knows {self.hmm.vocab_size} tokens. Is it the HMM of this LM?"
+            )
+        self._shape = (len(logits), logits.shape[1])
+        plan = self._plan(rows, self._shape)
+        if plan is None:
+            if self.observe is not None:
+                self.observe(logits.new_zeros(0), logits.new_zeros(0, dtype=torch.bool))
+            return logits
+        if plan.all_rows:
+            self._steer_(logits, plan)
+        else:
+            steered = logits[plan.rows.rows]
+            self._steer_(steered, plan)
+            logits[plan.rows.rows] = steered
+        return logits
+
+    def _steer_(self, logits: Tensor, plan: Plan) -> None:
+        """Reweight the logits of a plan's rows, in place: (n, V or more)."""
+        state, pool = self.state, self.pool
+        needs_bare = plan.limits_price or plan.has_windows or self.observe is not None
+        bare = logits.clone() if needs_bare else None
+        neutral_end = None if plan.ends is None else NeutralEnd(logits, plan)
+        numbers = state.numbers_of(plan.rows.slots)
+        values = ColumnValues.gather(state, numbers, plan, pool)
+        add_log_factors_(logits, plan, pool, values)
+        if plan.counts_once:
+            _take_back_rewards_(logits, state, plan, pool)
+        steps = [
+            AutomatonStep.gather(state, numbers, plan, automata, pool)
+            for automata in plan.corrections
+        ]
+        for step in steps:
+            step.correct_(logits)
+            step.forbid_ends_(logits)
+        if self.absolute:
+            _add_common_(logits, plan, values, steps)
+        forbidden_ends = None if neutral_end is None else neutral_end.forbidden(logits)
+        if logits.shape[1] > self.hmm.vocab_size:
+            logits[:, self.hmm.vocab_size :] = -torch.inf
+        if plan.limits_price and bare is not None:
+            limit_prices_(bare, logits, plan.max_price.to(torch.float32))
+        if neutral_end is not None and forbidden_ends is not None:
+            neutral_end.restore_(logits, forbidden_ends)
+        if bare is not None:
+            self._keep_bare_(logits, bare, plan, numbers)
+
+    def _keep_bare_(self, logits: Tensor, bare: Tensor, plan: Plan, numbers: SlotNumbers) -> None:
+        """Restore the logits of rows outside their window, and observe the prices of the others."""
+        is_steered = torch.ones_like(plan.rows.slots, dtype=torch.bool)
+        if plan.has_windows:
+            # A marker may come so late that a required text does not fit into the limit.
+            fits = plan.rows.limit - numbers.begin >= plan.rows.min_tokens
+            is_steered = numbers.in_window & fits
+            torch.where(is_steered[:, None], logits, bare, out=logits)
+        if self.observe is not None:
+            self.observe(torch.where(is_steered, prices(bare, logits), 0.0), is_steered)
+
+    def read(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[Request],
+        tokens: Tensor,
+        prompt_lengths: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        """Fill slots from the tokens of sequences.
+
+        The filter reads at most the last 128 tokens. It ignores the tokens of a prompt up
+        to the last end-of-text token, because they belong to an earlier text. Sequences that have
+        generated tokens or a marker wait for the device.
+
+        Args:
+            slots: The slot of each sequence.
+            requests: The request of each sequence.
+            tokens: Token ids of prompts and generated tokens, padded on the right, (n, T).
+            prompt_lengths: The number of prompt tokens of each, (n,), on the CPU.
+            lengths: The number of prompt and generated tokens of each, (n,), on the CPU.
+        """
+        if not slots:
+            return
+        counts = (lengths - prompt_lengths).tolist()
+        self._counts.update(zip(slots, counts, strict=True))
+        self._requests.update(zip(slots, requests, strict=True))
+        self._reserve(slots)
+        predicted = predict_after(self.hmm, tokens, prompt_lengths, lengths)
+        for index, (slot, request, end) in enumerate(
+            zip(slots, requests, lengths.tolist(), strict=True)
+        ):
+            self.state.predicted[slot] = predicted[index]
+            first = end - counts[index]
+            write_slot(
+                self.state,
+                slot,
+                request,
+                self.pool,
+                tokens[index, :first],
+                tokens[index, first:end],
+            )
+
+    def read_generated(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[Request],
+        generated: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill slots from prompts and lists of generated token ids.
+
+        Args:
+            slots: The slot of each sequence.
+            requests: The request of each sequence.
+            generated: The generated token ids of each, without the prompt.
+        """
+        if not slots:
+            return
+        sequences = [
+            torch.tensor([*request.prompt, *tokens], dtype=torch.long)
+            for request, tokens in zip(requests, generated, strict=True)
+        ]
+        prompt_lengths = torch.tensor([len(request.prompt) for request in requests])
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        padded = pad_sequence(sequences, batch_first=True)
+        self.read(slots, requests, padded, prompt_lengths, lengths)
+
+    def _plan(self, rows: Sequence[int | None], shape: tuple[int, int]) -> Plan | None:
+        """Return the plan of rows, from the step before if they and their requests are the same."""
+        requests = [None if slot is None else self._requests[slot] for slot in rows]
+        place = (shape, self.state.log_past.shape[1], tuple(rows))
+        last = self._last_plan
+        if last is None or last.place != place or not all(map(is_, last.requests, requests)):
+            planned = [
+                PlannedRow(row, slot, request)
+                for row, (slot, request) in enumerate(zip(rows, requests, strict=True))
+                if slot is not None and request is not None and request.goals
+            ]
+            num_terms = self.state.log_past.shape[1]
+            plan = build_plan(planned, self.pool, shape, num_terms) if planned else None
+            last = self._last_plan = _LastPlan(place, requests, plan)
+        return last.plan
+
+    def _reserve(self, slots: Sequence[int]) -> None:
+        """Grow the state so that it can hold the next token of slots."""
+        requests = [(slot, self._requests[slot]) for slot in slots]
+        terms = [sum(len(goal.lookahead.terms) for goal in one.goals) for _, one in requests]
+        lengths = [self._counts[slot] + 1 for slot, request in requests if request.counts_once]
+        largest = [max(part, default=0) for part in (slots, terms, lengths)]
+        self.state.reserve(largest[0] + 1, *largest[1:])
+
+
+def _take_back_rewards_(logits: Tensor, state: SlotState, plan: Plan, pool: TablePool) -> None:
+    """Subtract rewards that count once from the logits of tokens that were generated before."""
+    ids = state.generated[plan.rows.slots]  # (n, L)
+    if not ids.shape[1]:
+        return
+    # Positions without a token repeat another token of the row: equal values are written twice.
+    largest = ids.amax(1, keepdim=True)
+    tokens = torch.where(ids >= 0, ids, largest.clamp_min(0))
+    rewards = pool.once.rows[plan.rows.once[:, None], tokens]
+    rewards = torch.where(largest >= 0, rewards, 0.0)
+    logits.scatter_(1, tokens, logits.gather(1, tokens) - rewards.to(logits))
+
+
+def _add_common_(
+    logits: Tensor, plan: Plan, values: ColumnValues, steps: Sequence[AutomatonStep]
+) -> None:
+    """Add the summands that all tokens of a row share."""
+    common = common_factors(plan, values)
+    for step in steps:
+        common = common.index_copy(0, step.automata.rows.goals, step.base.squeeze(1))
+    total = torch.zeros(len(plan), dtype=torch.float64, device=logits.device)
+    logits += total.index_add_(0, plan.goal_rows, common)[:, None].to(logits)

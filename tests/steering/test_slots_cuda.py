@@ -1,0 +1,114 @@
+"""A step on a GPU, of which there is a fake one: it never waits, and its operations are few."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fake_cuda import DeviceIndexing, OperationCounter, to_fake_cuda
+from foretrace.attribute import Attribute
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal, Marker, Request, SlotSteering, automaton_plan
+from foretrace.steering.slot_state import advance
+
+TOKENS, STATES = 64, 8
+TOKEN_BYTES = [b"a", b"b", b"c", *[b""] * (TOKENS - 3)]
+MARKER = Marker("ab", TOKEN_BYTES)
+
+
+def drawn(seed: int) -> torch.Tensor:
+    return torch.rand(TOKENS, generator=torch.Generator().manual_seed(seed))
+
+
+def product(seed: int) -> Attribute:
+    return Attribute.from_weights(drawn(seed))
+
+
+def rewards(seed: int) -> Attribute:
+    return Attribute.from_rewards(drawn(seed) - 0.5)
+
+
+def union(seed: int) -> Attribute:
+    return product(seed) | product(seed + 10_000)
+
+
+def constrained(seed: int) -> Attribute:
+    text = "abc"[seed % 3] + "ab"[seed // 3 % 2]
+    return Attribute.occurrence(text, TOKEN_BYTES) & product(seed)
+
+
+ATTRIBUTES = {"product": product, "rewards": rewards, "union": union, "constrained": constrained}
+LIMITS = {"product": 150, "rewards": 200, "union": 150, "constrained": 300}
+
+
+def steering_of(
+    make: Callable[[int], Attribute], rows: int, distinct: int, marker: Marker | None = None
+) -> SlotSteering:
+    """Return a steering of rows that share a number of distinct goals."""
+    hmm = HMM.random(STATES, TOKENS, eos_token_id=TOKENS - 1)
+    steering = SlotSteering(hmm)
+    goals = [Goal(Lookahead(hmm, make(seed), 3), 1.0, after=marker) for seed in range(distinct)]
+    requests = [Request((goals[row % distinct],), (1,), 99) for row in range(rows)]
+    steering.read_generated(list(range(rows)), requests, [[]] * rows)
+    return steering
+
+
+def operations(steering: SlotSteering, rows: int) -> list[int]:
+    """Run a step on a fake GPU; return the operations of advancing and of reweighting."""
+    with pytest.MonkeyPatch.context() as patch:  # plan as for a GPU
+        patch.setattr(automaton_plan, "is_cpu", lambda pool: False)
+        plan = steering._plan([*range(rows)], (rows, TOKENS))
+    assert plan is not None
+    mode = FakeTensorMode()
+    on_device, device_plan = to_fake_cuda((steering, plan), mode)
+    with mode, DeviceIndexing():
+        tokens = torch.zeros(rows, dtype=torch.long, device="cuda")
+        logits = torch.zeros(rows, TOKENS, device="cuda")
+        with OperationCounter() as advancing:
+            advance(on_device.state, device_plan, on_device.pool, tokens, None)
+        with OperationCounter() as reweighting:
+            on_device._steer_(logits, device_plan)
+    return [len(advancing.names), len(reweighting.names)]
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_the_operations_of_a_step_depend_on_no_number(name: str) -> None:
+    """Not on that of rows, and not on that of goals: 1 to 1,024 rows, 1 and 256 goals."""
+    make = ATTRIBUTES[name]
+    counts = {
+        tuple(operations(steering_of(make, rows, distinct), rows))
+        for rows, distinct in ((1, 1), (8, 1), (64, 1), (256, 256), (1024, 256))
+    }
+    (count,) = counts
+    assert sum(count) <= LIMITS[name]
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_no_step_waits_for_the_device(name: str) -> None:
+    """A fake tensor has no values: whatever reads one raises. Markers are searched for as well."""
+    marker = None if name == "constrained" else MARKER
+    steering = steering_of(ATTRIBUTES[name], 8, 2, marker)
+    seen: list[torch.Tensor] = []
+    steering.observe = lambda prices, is_steered: seen.extend((prices, is_steered))
+    operations(steering, 8)
+    assert [tensor.device.type for tensor in seen] == ["cuda", "cuda"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: tensor[[0, 1]],
+        lambda tensor: torch.tensor([0, 1], device="cuda"),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor + torch.zeros(4),
+    ],
+    ids=["item", "list", "tensor", "nonzero", "other device"],
+)
+def test_the_fake_device_finds_what_waits(wait: Callable[[torch.Tensor], object]) -> None:
+    with FakeTensorMode(), DeviceIndexing():
+        tensor = torch.zeros(4, device="cuda")
+        with pytest.raises((AssertionError, RuntimeError)):
+            wait(tensor)
