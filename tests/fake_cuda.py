@@ -105,7 +105,7 @@ def _basic_index(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None
     for item in items:
         if item is None:
             tensor = aten.unsqueeze(tensor, dim)
-        elif isinstance(item, slice):
+        elif isinstance(item, slice) and item.indices(tensor.shape[dim]) != _whole(tensor, dim):
             tensor = aten.slice(tensor, dim, item.start, item.stop, item.step or 1)
         elif isinstance(item, int):
             tensor = aten.select(tensor, dim, item)
@@ -113,3 +113,8 @@ def _basic_index(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None
         tensors.append(item if isinstance(item, Tensor) else None)
         dim += 1
     return tensor, tensors if any(item is not None for item in tensors) else []
+
+
+def _whole(tensor: Tensor, dim: int) -> tuple[int, int, int]:
+    """The slice of all elements, which torch skips as well."""
+    return (0, tensor.shape[dim], 1)

@@ -20,7 +20,7 @@ def test_a_limit_does_not_allow_forbidden_tokens(forbidden: float) -> None:
     """Token 0 has almost all probability: not to generate it costs more than the limit."""
     steered = BARE.clone()
     steered += torch.tensor([[forbidden, 3.0, 0.0, -1.0], [5.0, 0.0, 0.0, 0.0]])
-    limit_prices_(BARE, steered, torch.tensor([2.0, 0.5]))
+    limit_prices_(BARE, steered, torch.tensor([[2.0], [0.5]]))
     probabilities = steered.softmax(-1)
     assert float(probabilities[0, 0]) == 0
     torch.testing.assert_close(probabilities[0, 1:], BARE[0, 1:].softmax(-1))
@@ -36,7 +36,7 @@ def test_a_limit_is_used_up(spread: float, limit: float) -> None:
     strengths = torch.linspace(0, spread, 40)[:, None]
     steered = bare + strengths * torch.randn(40, 2000, generator=generator)
     limited = steered.clone()
-    limit_prices_(bare, limited, torch.full((40,), limit))
+    limit_prices_(bare, limited, torch.full((40, 1), limit))
     before, after = prices(bare, steered), prices(bare, limited)
     fits = before <= limit
     assert torch.equal(limited[fits], steered[fits])

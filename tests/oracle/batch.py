@@ -231,7 +231,7 @@ class BatchSteering:
             logits[rows, self.hmm.vocab_size :] = -torch.inf
         if bare is not None and min(limits) < inf:
             limited = logits[rows]
-            limit_prices_(bare, limited, to_device(limits, logits.device))
+            limit_prices_(bare, limited, to_device(limits, logits.device).unsqueeze(1))
             logits[rows] = limited
         if neutral_end is not None and forbidden_ends is not None:
             neutral_end.restore_(logits, forbidden_ends)

@@ -40,7 +40,7 @@ def constrained(seed: int) -> Attribute:
 
 
 ATTRIBUTES = {"product": product, "rewards": rewards, "union": union, "constrained": constrained}
-LIMITS = {"product": 150, "rewards": 200, "union": 150, "constrained": 300}
+LIMITS = {"product": 150, "rewards": 150, "union": 150, "constrained": 300}
 
 
 def steering_of(

@@ -101,11 +101,10 @@ def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditio
         torch.Size([2, 8])
     """
     joint = predicted * emission.rows(tokens)
-    probability = joint.sum(-1)
+    probability = joint.sum(-1, keepdim=True)
     bounded = probability.clamp_min(IMPOSSIBLE)
-    possible = (probability > IMPOSSIBLE).unsqueeze(-1)
-    belief = torch.where(possible, joint / bounded.unsqueeze(-1), predicted)
-    return Conditioned(belief, bounded.log())
+    belief = torch.where(probability > IMPOSSIBLE, joint / bounded, predicted)
+    return Conditioned(belief, bounded.squeeze(-1).log())
 
 
 def step(hmm: Parameters, predicted: Tensor, tokens: Tensor) -> Filtered:

@@ -218,6 +218,7 @@ class SparseEmission:
         """
         columns = beliefs.to(self._matrix.dtype)
         scaled, leaked = columns * self._scale[:, None], self.leak @ columns
+        scaled = scaled.contiguous()  # else the product of every block copies it
         buffer = columns.new_empty(min(size, self.vocab_size), columns.shape[1])
         for block in blocks_of(self.vocab_size, size):
             entries = buffer[: block.stop - block.start]

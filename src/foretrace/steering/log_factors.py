@@ -50,7 +50,7 @@ class ColumnValues:
 
     predicted: Tensor  # (n, h)
     weighted: Tensor  # (C, h): predicted times the table
-    average: Tensor  # (C,): the sum of `weighted`
+    average: Tensor  # (C, 1): the sum of `weighted`
     coefficients: Tensor  # (C,) times the past, divided by exp(log_scale)
     coefficient_sum: Tensor  # (G,) their sum over the terms of a goal
     log_scale: Tensor  # (G,) float64: logarithm of the factor that all next tokens share
@@ -75,17 +75,15 @@ class ColumnValues:
         predicted = state.predicted[plan.rows.slots]
         weighted = pool.tables.rows[index] * _of_rows(predicted, plan)
         past = state.log_past.view(-1)[columns.past]
-        return cls(
-            predicted, weighted, weighted.sum(1), *_scaled(plan, past + pool.log_scales.rows[index])
-        )
+        scaled = _scaled(plan, past + pool.log_scales.rows[index])
+        return cls(predicted, weighted, weighted.sum(1, keepdim=True), *scaled)
 
     def blocks(self, pool: TablePool) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of tokens with their probabilities in every row and column: (n + C, b)."""
+        """Yield blocks of tokens with their probabilities in every row and column: (b, n + C)."""
         beliefs = torch.cat([self.predicted, self.weighted]).T
         elements = MAX_ELEMENTS_CPU if beliefs.device.type == "cpu" else MAX_ELEMENTS
         size = max(MIN_BLOCK_TOKENS, elements // beliefs.shape[1])
-        for block, product in pool.hmm.emission.predict_blocks(beliefs, size):
-            yield block, product.T if product.T.is_contiguous() else transposed(product)
+        yield from pool.hmm.emission.predict_blocks(beliefs, size)
 
 
 def _of_rows(values: Tensor, plan: Plan) -> Tensor:
@@ -113,27 +111,41 @@ def _scaled(plan: Plan, log_past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scaled, sums + rest, log_scale
 
 
-def add_log_factors_(logits: Tensor, plan: Plan, pool: TablePool, values: ColumnValues) -> None:
-    """Add log f(EAP) of all goals, less what all tokens share, to the logits: (n, V or more)."""
+def add_log_factors(logits: Tensor, plan: Plan, pool: TablePool, values: ColumnValues) -> Tensor:
+    """Add log f(EAP) of all goals, less what all tokens share: (n, V or more) -> the same.
+
+    The result is in float32 at least, whatever the logits are in.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    known = pool.hmm.vocab_size
+    steered = torch.empty_like(logits, dtype=dtype)
     for block, product in values.blocks(pool):
         total = _block_factors(plan, pool, values, block, product)
-        logits[:, block].add_(total.to(logits))
+        torch.add(logits[:, block], total.to(dtype), out=steered[:, block])
+    if logits.shape[1] > known:
+        steered[:, known:] = logits[:, known:]
+    return steered
 
 
 def _block_factors(
     plan: Plan, pool: TablePool, values: ColumnValues, block: slice, product: Tensor
 ) -> Tensor:
-    """Sum log f(EAP) over the goals of each row: (n, b)."""
+    """Sum log f(EAP) over the goals of each row: (b, n + C) probabilities -> (n, b).
+
+    The probabilities are overwritten.
+    """
     num_rows, epsilon = len(plan), inference.IMPOSSIBLE
-    probability, joint = product[:num_rows].add(epsilon), product[num_rows:]
-    ratio = joint.addcmul_(values.average.unsqueeze(1), joint.new_full((), epsilon))
+    rows = product.T
+    probability, joint = rows[:num_rows].add_(epsilon), rows[num_rows:]
+    ratio = joint.add_(values.average, alpha=epsilon)
     ratio.div_(_of_rows(probability, plan))
+    ratio = ratio if ratio.is_contiguous() else transposed(ratio.T)
     weights = pool.weights.rows[:, block][plan.columns.weights]  # (C, b)
     parts = [_group_factors(plan, values, group, ratio, weights) for group in plan.groups]
     factors = parts[0] if len(parts) == 1 else torch.cat(parts)
     if plan.one_goal_per_row:
         return factors
-    return torch.zeros_like(probability).index_add_(0, plan.goal_rows, factors)
+    return factors.new_zeros(num_rows, factors.shape[1]).index_add_(0, plan.goal_rows, factors)
 
 
 def _group_factors(

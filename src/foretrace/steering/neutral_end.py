@@ -4,42 +4,37 @@ import torch
 from torch import Tensor
 
 from foretrace.lookahead.tables import log_zero_for
-from foretrace.steering.plan import Plan
 
 
 class NeutralEnd:
     """The logits of end-of-text tokens before steering, to restore their probability after it."""
 
-    def __init__(self, logits: Tensor, plan: Plan) -> None:
-        """Store the logits of the end-of-text tokens of a plan's rows: (n, V or more)."""
-        assert plan.ends is not None
-        self.tokens = plan.ends.clamp_min(0)  # (n, E)
-        self.is_neutral = plan.rows.neutral_end.bool().unsqueeze(1)  # (n, 1)
-        self.end_logits = logits.gather(1, self.tokens)
-        self.log_others = self._log_others(logits)
+    def __init__(self, logits: Tensor, steered: Tensor, ends: Tensor, is_neutral: Tensor) -> None:
+        """Store the logits of end-of-text tokens.
 
-    def _log_others(self, logits: Tensor) -> Tensor:
-        """Return the logsumexp of the logits of all other tokens: (n, 1).
+        A constraint may forbid an end. That the HMM does not know it does not forbid it.
 
-        The logits are changed for a moment, which saves a copy.
+        Args:
+            logits: The language model's logits, (n, V or more).
+            steered: The logits with the log-factors of the goals, (n, V or more).
+            ends: End-of-text tokens of each row, (n, E).
+            is_neutral: Whether they keep their probability, (n, 1) bool.
         """
-        ends = logits.gather(1, self.tokens)
-        logits.scatter_(1, self.tokens, -torch.inf)
-        log_others = logits.logsumexp(-1, keepdim=True)
-        logits.scatter_(1, self.tokens, ends)
-        return log_others
+        self.ends = ends
+        self.is_neutral = is_neutral & (steered.gather(1, ends) > log_zero_for(steered))
+        self.end_logits = logits.gather(1, ends)
+        self.log_others = _log_others_(logits, ends)
+        logits.scatter_(1, ends, self.end_logits)
 
-    def forbidden(self, logits: Tensor) -> Tensor:
-        """Return which end-of-text tokens are impossible in these logits: (n, E).
+    def restore_(self, steered: Tensor) -> None:
+        """Restore the probabilities of neutral ends, except those that are forbidden."""
+        end_logits = steered.gather(1, self.ends)
+        change = _log_others_(steered, self.ends) - self.log_others
+        neutral = self.end_logits + change.nan_to_num_(0.0, 0.0, 0.0)
+        steered.scatter_(1, self.ends, torch.where(self.is_neutral, neutral, end_logits))
 
-        A constraint may forbid an end; that the HMM does not know it does not forbid it.
-        """
-        return logits.gather(1, self.tokens) <= log_zero_for(logits)
 
-    def restore_(self, logits: Tensor, forbidden: Tensor) -> None:
-        """Restore the probabilities of neutral ends, except those of forbidden ones."""
-        change = self._log_others(logits) - self.log_others
-        neutral = self.end_logits + change.nan_to_num(0.0, 0.0, 0.0)
-        steered = logits.gather(1, self.tokens)
-        kept = torch.where(self.is_neutral & ~forbidden, neutral, steered)
-        logits.scatter_(1, self.tokens, kept)
+def _log_others_(logits: Tensor, ends: Tensor) -> Tensor:
+    """Return the logsumexp of the logits of all other tokens, (n, 1); set those of ends to -inf."""
+    logits.scatter_(1, ends, -torch.inf)
+    return logits.logsumexp(-1, keepdim=True)

@@ -41,6 +41,13 @@ class GoalGroup(NamedTuple):
     columns: slice
 
 
+class NeutralEnds(NamedTuple):
+    """End-of-text tokens of every row, which may keep their probability."""
+
+    tokens: Tensor  # (n, E); 0 for none
+    is_neutral: Tensor  # (n, 1) bool
+
+
 class Rows(NamedTuple):
     """Numbers of every row: (n,) int64 each."""
 
@@ -49,8 +56,6 @@ class Rows(NamedTuple):
     limit: Tensor  # tokens to generate at most
     horizon: Tensor  # tokens to look ahead at most
     min_tokens: Tensor  # fewest tokens that satisfy the constraint
-    once: Tensor  # row of the pool's rewards that count once
-    neutral_end: Tensor  # 1 if ends keep their probability, else 0
 
 
 class Columns(NamedTuple):
@@ -71,8 +76,10 @@ class Plan:
     """The rows, goals and columns of a batch, on the device: n, G and C of them."""
 
     rows: Rows
-    max_price: Tensor  # (n,) float64: nats that a step may cost
+    max_price: Tensor | None  # (n, 1) float32: nats that a step may cost
     ends: Tensor | None  # (n, E) tokens that end a text, padded with the first; -1 for none
+    neutral_ends: NeutralEnds | None
+    once: Tensor | None  # (n, 1): row of the pool's rewards that count once
     columns: Columns
     coefficients: Tensor  # (C,) float64
     log_coefficients: Tensor  # (C,) float64, of single terms; 0 for terms of sums
@@ -88,8 +95,6 @@ class Plan:
     one_column_per_row: bool
     all_rows: bool
     """Whether the plan covers all rows of the logits, in order."""
-    counts_once: bool
-    limits_price: bool
     has_windows: bool
     """Whether a row may be outside the window of its goals."""
 
@@ -116,7 +121,7 @@ def build_plan(
     columns = [column for index, goal in enumerate(goals) for column in _columns(index, goal)]
     constrained = constrained_goals(goals)
     ends = [_ends(row.request, shape[1]) for row in rows]
-    row_numbers = [_row_numbers(*pair, pool) for pair in zip(rows, ends, strict=True)]
+    row_numbers = [_row_numbers(row) for row in rows]
     column_numbers = Columns(*transfer.integers(columns, len(Columns._fields)))
     transforms = [(goal.goal.transform.scale, goal.goal.transform.shift) for goal in goals]
     coefficients = transfer.floats([pair for goal in goals for pair in _coefficients(goal)], 2)
@@ -124,8 +129,10 @@ def build_plan(
     in_order = list(range(len(rows)))
     return Plan(
         rows=Rows(*transfer.integers(row_numbers, len(Rows._fields))),
-        max_price=transfer.floats([(row.request.max_price,) for row in rows], 1)[0],
+        max_price=_max_prices(rows, transfer),
         ends=_padded(ends, transfer),
+        neutral_ends=_neutral_ends(rows, ends, transfer),
+        once=_once_rewards(rows, pool, transfer),
         columns=column_numbers,
         coefficients=coefficients[0],
         log_coefficients=coefficients[1],
@@ -139,8 +146,6 @@ def build_plan(
         one_goal_per_row=[goal.row for goal in goals] == in_order,
         one_column_per_row=[column[0] for column in columns] == in_order,
         all_rows=[row.row for row in rows] == list(range(shape[0])),
-        counts_once=any(row.request.counts_once for row in rows),
-        limits_price=any(isfinite(row.request.max_price) for row in rows),
         has_windows=any(row.request.window != Window() for row in rows),
     )
 
@@ -197,7 +202,7 @@ def _coefficients(planned: PlannedGoal) -> list[tuple[float, float]]:
     return [(value, log(value) if is_single else 0.0) for value in coefficients]
 
 
-def _row_numbers(planned: PlannedRow, ends: Sequence[int], pool: TablePool) -> tuple[int, ...]:
+def _row_numbers(planned: PlannedRow) -> tuple[int, ...]:
     """Return the numbers of a row, in the order of `Rows`."""
     request = planned.request
     return (
@@ -206,8 +211,6 @@ def _row_numbers(planned: PlannedRow, ends: Sequence[int], pool: TablePool) -> t
         request.limit,
         NEVER if request.horizon is None else request.horizon,
         request.min_tokens,
-        max(pool.add(goal.lookahead).once for goal in request.goals),
-        int(bool(ends) and any(goal.neutral_end for goal in request.goals)),
     )
 
 
@@ -223,3 +226,34 @@ def _padded(ends: Sequence[Sequence[int]], transfer: Transfer) -> Tensor | None:
         return None
     rows = [[*tokens, *[tokens[0] if tokens else -1] * (width - len(tokens))] for tokens in ends]
     return transfer.integers(rows, width).T
+
+
+def _neutral_ends(
+    rows: Sequence[PlannedRow], ends: Sequence[Sequence[int]], transfer: Transfer
+) -> NeutralEnds | None:
+    """Return the end tokens of every row, if those of a row keep their probability."""
+    neutral = [
+        bool(tokens) and any(goal.neutral_end for goal in row.request.goals)
+        for row, tokens in zip(rows, ends, strict=True)
+    ]
+    padded = _padded(ends, transfer)
+    if padded is None or not any(neutral):
+        return None
+    is_neutral = transfer.integers([(int(flag),) for flag in neutral], 1).T
+    return NeutralEnds(padded.clamp_min(0), is_neutral.bool())
+
+
+def _max_prices(rows: Sequence[PlannedRow], transfer: Transfer) -> Tensor | None:
+    """Return the limits of the price of every row, if there are any."""
+    limits = [(row.request.max_price,) for row in rows]
+    if not any(isfinite(limit) for (limit,) in limits):
+        return None
+    return transfer.floats(limits, 1).T.float()
+
+
+def _once_rewards(rows: Sequence[PlannedRow], pool: TablePool, transfer: Transfer) -> Tensor | None:
+    """Return where the pool has each row's rewards that count once, if there are any."""
+    if not any(row.request.counts_once for row in rows):
+        return None
+    entries = [[pool.add(goal.lookahead).once for goal in row.request.goals] for row in rows]
+    return transfer.integers([(max(row),) for row in entries], 1).T

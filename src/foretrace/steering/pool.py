@@ -55,7 +55,7 @@ class TablePool:
         tables: Backward tables, (rows, h).
         log_scales: Their scales, (rows,) float64.
         weights: Token weights in the form of the lookahead's kind, (rows, V).
-        once: Rewards that count once, (rows, V). Row 0 is zero.
+        once: Rewards that count once, times -1: (rows, V + 1). Row 0 and the last column are zero.
         classes: Token classes of automata, (rows, V).
         transitions: The next state for every state and class of an automaton, (entries,).
         target_index: The position of that state among the targets, (entries,).
@@ -71,13 +71,13 @@ class TablePool:
         self.tables = Slab((hmm.num_states,), dtype, device)
         self.log_scales = Slab((), torch.float64, device)
         self.weights = Slab(vocab, dtype, device)
-        self.once = Slab(vocab, dtype, device)
+        self.once = Slab((hmm.vocab_size + 1,), dtype, device)
         self.classes = Slab(vocab, torch.int16, device)
         self.transitions = Slab((), torch.long, device)
         self.target_index = Slab((), torch.long, device)
         self.targets = Slab((), torch.long, device)
         self.min_tokens = Slab((), torch.long, device)
-        self.once.write(torch.zeros(1, *vocab))
+        self.once.write(torch.zeros(1, hmm.vocab_size + 1))
         self._entries: WeakKeyDictionary[Lookahead, LookaheadEntry] = WeakKeyDictionary()
         self.markers = MarkerPool(device)
 
@@ -106,7 +106,7 @@ class TablePool:
         return LookaheadEntry(
             tables,
             self.weights.write(lookahead.token_weights),
-            0 if once is None else self.once.write(once[None]),
+            0 if once is None else self.once.write(torch.nn.functional.pad(-once, (0, 1))[None]),
             None if automaton is None else self._copy_automaton(automaton),
         )
 

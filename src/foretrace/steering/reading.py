@@ -70,10 +70,9 @@ def write_slot(
     state.numbers[slot] = to_device(numbers, pool.hmm.device)
     _write_goals(state, slot, request, inside)
     if request.counts_once:
-        first = window.begin or 0
-        known = torch.where(inside < pool.hmm.vocab_size, inside, -1)
-        state.generated[slot] = -1
-        state.generated[slot, first : first + len(inside)] = known
+        distinct = list(dict.fromkeys(inside[inside < pool.hmm.vocab_size].tolist()))
+        state.distinct[slot] = pool.hmm.vocab_size
+        state.distinct[slot, : len(distinct)] = to_device(distinct, pool.hmm.device)
 
 
 def _write_goals(state: SlotState, slot: int, request: Request, tokens: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The state of all sequences of a batch, as tensors with one row per slot."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ class SlotState:
     numbers: Tensor  # (S, 5) int64, in the order of `SlotNumbers`
     # Of the tokens in the window:
     log_past: Tensor  # (S, T) float64: sums of log-weights, for each term of the goals
-    generated: Tensor  # (S, L) ids by position, if rewards count once; -1 for other tokens
+    distinct: Tensor  # (S, L) ids at their first position, if rewards count once; elsewhere V
+    vocab_size: int  # V
 
     @classmethod
     def empty(cls, hmm: HMM) -> "SlotState":
@@ -48,29 +49,34 @@ class SlotState:
             integers,
             torch.zeros(0, 1, dtype=torch.float64, device=hmm.device),
             integers[:, :0],
+            hmm.vocab_size,
         )
 
     def reserve(self, slots: int, terms: int, length: int) -> None:
         """Grow so that there are as many slots, terms and positions at least."""
         current = len(self.numbers)
         if slots > current:
-            for field in fields(self):
-                tensor = getattr(self, field.name)
+            for name, tensor in self._tensors():
                 larger = tensor.new_zeros(max(slots, 2 * current), *tensor.shape[1:])
                 larger[:current] = tensor
-                setattr(self, field.name, larger)
+                setattr(self, name, larger)
         if terms > self.log_past.shape[1]:
             added = terms - self.log_past.shape[1]
             self.log_past = torch.nn.functional.pad(self.log_past, (0, added))
-        if length > self.generated.shape[1]:
-            added = max(length, 2 * self.generated.shape[1]) - self.generated.shape[1]
-            self.generated = torch.nn.functional.pad(self.generated, (0, added), value=-1)
+        if length > self.distinct.shape[1]:
+            added = max(length, 2 * self.distinct.shape[1]) - self.distinct.shape[1]
+            self.distinct = torch.nn.functional.pad(
+                self.distinct, (0, added), value=self.vocab_size
+            )
 
     def permute(self, sources: Tensor) -> None:
         """Let slot i take the state of slot `sources[i]`, for the first slots: (n,)."""
-        for field in fields(self):
-            tensor = getattr(self, field.name)
+        for _, tensor in self._tensors():
             tensor[: len(sources)] = tensor[sources]
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the names and values of all tensors."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
     def numbers_of(self, slots: Tensor) -> SlotNumbers:
         """Return the integers of slots: (n,)."""
@@ -101,12 +107,8 @@ def advance(
     inside = numbers.in_window if moved is None else numbers.in_window & moved
     counted = inside & is_known
     _add_to_past_(state, plan, pool, known, counted)
-    if plan.counts_once:
-        position = numbers.num_generated.clamp_max(state.generated.shape[1] - 1)
-        written = torch.where(counted, known, -1)
-        if moved is not None:
-            written = torch.where(moved, written, state.generated[slots, position])
-        state.generated[slots, position] = written
+    if plan.once is not None:
+        _remember_(state, slots, numbers.num_generated, known, counted)
     if plan.automata is not None:
         numbers = _step_automata(numbers, plan.automata, pool, known, is_known, inside)
     after = numbers.num_generated + 1 if moved is None else numbers.num_generated + moved
@@ -114,6 +116,15 @@ def advance(
     if plan.markers is not None:
         numbers = _search_markers(numbers, plan.markers, pool, tokens, moved)
     state.numbers[slots] = torch.stack(numbers, 1)
+
+
+def _remember_(
+    state: SlotState, slots: Tensor, position: Tensor, tokens: Tensor, counted: Tensor
+) -> None:
+    """Write tokens that occur for the first time at their position."""
+    is_first = (state.distinct[slots] != tokens.unsqueeze(1)).all(1) & counted
+    position = position.clamp_max(state.distinct.shape[1] - 1)
+    state.distinct[slots, position] = torch.where(is_first, tokens, state.vocab_size)
 
 
 def _add_to_past_(

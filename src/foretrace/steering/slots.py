@@ -15,16 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead.price import limit_prices_, prices
 from foretrace.steering.automaton_factors import AutomatonStep
-from foretrace.steering.log_factors import ColumnValues, add_log_factors_, common_factors
-from foretrace.steering.neutral_end import NeutralEnd
+from foretrace.steering.log_factors import ColumnValues, add_log_factors, common_factors
 from foretrace.steering.plan import Plan, build_plan
 from foretrace.steering.planned import PlannedRow
 from foretrace.steering.pool import TablePool
 from foretrace.steering.reading import predict_after, write_slot
 from foretrace.steering.request import Request
-from foretrace.steering.slot_state import SlotNumbers, SlotState, advance
+from foretrace.steering.row_rules import RowRules
+from foretrace.steering.slot_state import SlotState, advance
 
 Observe = Callable[[Tensor, Tensor], None]
 
@@ -162,43 +161,27 @@ class SlotSteering:
     def _steer_(self, logits: Tensor, plan: Plan) -> None:
         """Reweight the logits of a plan's rows, in place: (n, V or more)."""
         state, pool = self.state, self.pool
-        needs_bare = plan.limits_price or plan.has_windows or self.observe is not None
-        bare = logits.clone() if needs_bare else None
-        neutral_end = None if plan.ends is None else NeutralEnd(logits, plan)
         numbers = state.numbers_of(plan.rows.slots)
         values = ColumnValues.gather(state, numbers, plan, pool)
-        add_log_factors_(logits, plan, pool, values)
-        if plan.counts_once:
-            _take_back_rewards_(logits, state, plan, pool)
+        steered = add_log_factors(logits, plan, pool, values)
+        if plan.once is not None:
+            _take_back_rewards_(steered, state, plan, pool)
         steps = [
             AutomatonStep.gather(state, numbers, plan, automata, pool)
             for automata in plan.corrections
         ]
         for step in steps:
-            step.correct_(logits)
-            step.forbid_ends_(logits)
+            step.correct_(steered)
+            step.forbid_ends_(steered)
         if self.absolute:
-            _add_common_(logits, plan, values, steps)
-        forbidden_ends = None if neutral_end is None else neutral_end.forbidden(logits)
-        if logits.shape[1] > self.hmm.vocab_size:
-            logits[:, self.hmm.vocab_size :] = -torch.inf
-        if plan.limits_price and bare is not None:
-            limit_prices_(bare, logits, plan.max_price.to(torch.float32))
-        if neutral_end is not None and forbidden_ends is not None:
-            neutral_end.restore_(logits, forbidden_ends)
-        if bare is not None:
-            self._keep_bare_(logits, bare, plan, numbers)
-
-    def _keep_bare_(self, logits: Tensor, bare: Tensor, plan: Plan, numbers: SlotNumbers) -> None:
-        """Restore the logits of rows outside their window, and observe the prices of the others."""
-        is_steered = torch.ones_like(plan.rows.slots, dtype=torch.bool)
-        if plan.has_windows:
-            # A marker may come so late that a required text does not fit into the limit.
-            fits = plan.rows.limit - numbers.begin >= plan.rows.min_tokens
-            is_steered = numbers.in_window & fits
-            torch.where(is_steered[:, None], logits, bare, out=logits)
-        if self.observe is not None:
-            self.observe(torch.where(is_steered, prices(bare, logits), 0.0), is_steered)
+            _add_common_(steered, plan, values, steps)
+        rules = RowRules.of(plan, numbers)
+        measure = self.observe is not None
+        prices = rules.apply_(logits, steered, self.hmm.vocab_size, measure=measure)
+        if self.observe is not None and prices is not None:
+            everywhere = torch.ones_like(prices, dtype=torch.bool)
+            steers = everywhere if rules.is_steered is None else rules.is_steered.squeeze(1)
+            self.observe(prices, steers)
 
     def read(
         self,
@@ -293,15 +276,10 @@ class SlotSteering:
 
 def _take_back_rewards_(logits: Tensor, state: SlotState, plan: Plan, pool: TablePool) -> None:
     """Subtract rewards that count once from the logits of tokens that were generated before."""
-    ids = state.generated[plan.rows.slots]  # (n, L)
-    if not ids.shape[1]:
-        return
-    # Positions without a token repeat another token of the row: equal values are written twice.
-    largest = ids.amax(1, keepdim=True)
-    tokens = torch.where(ids >= 0, ids, largest.clamp_min(0))
-    rewards = pool.once.rows[plan.rows.once[:, None], tokens]
-    rewards = torch.where(largest >= 0, rewards, 0.0)
-    logits.scatter_(1, tokens, logits.gather(1, tokens) - rewards.to(logits))
+    ids = state.distinct[plan.rows.slots]  # (n, L)
+    # Positions without a token add 0 to the last token.
+    tokens, added = ids.clamp_max(pool.hmm.vocab_size - 1), pool.once.rows[plan.once, ids]
+    logits.scatter_add_(1, tokens, added.to(logits))
 
 
 def _add_common_(

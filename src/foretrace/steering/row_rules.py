@@ -1,0 +1,84 @@
+"""Rules for the steered logits of each row by itself.
+
+They are the limit of the price, end-of-text tokens that keep their probability, and the window
+outside of which a row is not steered.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretrace.hmm.probability import row_blocks
+from foretrace.lookahead.price import limit_prices_, prices
+from foretrace.steering.neutral_end import NeutralEnd
+from foretrace.steering.plan import Plan
+from foretrace.steering.slot_state import SlotNumbers
+
+
+class RowRules(NamedTuple):
+    """The rules of n rows; None where no row has such a rule."""
+
+    max_price: Tensor | None  # (n, 1) float32: nats that a step may cost
+    ends: Tensor | None  # (n, E): tokens that end a text
+    is_neutral: Tensor | None  # (n, 1) bool: whether they keep their probability
+    is_steered: Tensor | None  # (n, 1) bool: whether the next token is in the window
+
+    @classmethod
+    def of(cls, plan: Plan, numbers: SlotNumbers) -> "RowRules":
+        """Return the rules of the rows of a plan."""
+        is_steered = None
+        if plan.has_windows:
+            # A marker may come so late that a required text does not fit into the limit.
+            fits = plan.rows.limit - numbers.begin >= plan.rows.min_tokens
+            is_steered = (numbers.in_window & fits).unsqueeze(1)
+        ends, is_neutral = plan.neutral_ends or (None, None)
+        return cls(plan.max_price, ends, is_neutral, is_steered)
+
+    def apply_(
+        self, logits: Tensor, steered: Tensor, vocab_size: int, *, measure: bool
+    ) -> Tensor | None:
+        """Replace the language model's logits by steered ones that obey the rules.
+
+        Args:
+            logits: The language model's logits, (n, V or more). They are replaced.
+            steered: The same with the goals' log-factors, (n, V or more). They are overwritten.
+            vocab_size: The number of tokens that the HMM knows. All others are forbidden, except
+                ends that keep their probability.
+            measure: Whether to compute prices.
+
+        Returns:
+            If they are computed, the prices of the rows in nats, (n,), which are 0 outside the
+            window.
+        """
+        blocks = row_blocks(logits)
+        if len(blocks) == 1:
+            return self._apply_(logits, steered, vocab_size, measure)
+        parts = [
+            self._part(rows)._apply_(logits[rows], steered[rows], vocab_size, measure)
+            for rows in blocks
+        ]
+        return torch.cat([part for part in parts if part is not None]) if measure else None
+
+    def _part(self, rows: slice) -> "RowRules":
+        """Return the rules of some of the rows."""
+        return RowRules(*(None if part is None else part[rows] for part in self))
+
+    def _apply_(
+        self, logits: Tensor, steered: Tensor, vocab_size: int, measure: bool
+    ) -> Tensor | None:
+        neutral_end = None
+        if self.ends is not None and self.is_neutral is not None:
+            neutral_end = NeutralEnd(logits, steered, self.ends, self.is_neutral)
+        if steered.shape[1] > vocab_size:
+            steered[:, vocab_size:] = -torch.inf
+        if self.max_price is not None:
+            limit_prices_(logits, steered, self.max_price)
+        if neutral_end is not None:
+            neutral_end.restore_(steered)
+        price = prices(logits, steered) if measure else None
+        if self.is_steered is None:
+            logits.copy_(steered)
+            return price
+        torch.where(self.is_steered, steered, logits, out=logits)
+        return None if price is None else price * self.is_steered.squeeze(1)
