@@ -26,7 +26,7 @@ from oracle.state import SequenceState
 
 # The vocabulary is processed in blocks of so many probabilities; on CPUs, they fit the caches.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU, MIN_BLOCK_TOKENS = 1 << 25, 1 << 19, 1024
-READ_BACK = 128  # last tokens that the filter reads; earlier ones hardly affect the belief
+READ_BACK = 128  # last prompt tokens that the filter reads
 
 
 class BatchSteering:
@@ -106,7 +106,7 @@ class BatchSteering:
     ) -> list[SequenceState]:
         """Compute the states of sequences from their tokens.
 
-        The filter reads at most the last `READ_BACK` tokens. It ignores the tokens of a prompt up
+        The filter reads at most the last `READ_BACK` tokens of a prompt. It ignores its tokens up
         to the last end-of-text token, because they belong to an earlier text. Requests with a
         marker wait for the device.
 
@@ -122,7 +122,7 @@ class BatchSteering:
         if not requests:
             return []
         device = self.hmm.device
-        starts = (lengths - READ_BACK).clamp_min(0)
+        starts = (prompt_lengths - READ_BACK).clamp_min(0)
         width = int((lengths - starts).max())
         positions = starts[:, None] + torch.arange(width)  # on the CPU
         in_sequence = (positions < lengths[:, None]).to(device, non_blocking=True)

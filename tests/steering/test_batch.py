@@ -176,23 +176,37 @@ def persistent_hmm() -> HMM:
     return HMM(torch.tensor([0.5, 0.5], dtype=torch.float64), transition, emission)
 
 
-@pytest.mark.parametrize("num_generated", [0, 50])
-def test_the_filter_reads_the_last_tokens_of_a_sequence(num_generated: int) -> None:
+@pytest.mark.parametrize("num_generated", [0, 50, 400])
+def test_the_filter_reads_the_last_tokens_of_a_prompt_and_all_others(num_generated: int) -> None:
     assert READ_BACK == 128
     later = [2] * (READ_BACK - 1)
     predicted = []
-    for tokens in ([2] * 40 + [0] + later, [2] * 40 + [0, 2] + later):
-        length = torch.tensor([len(tokens)])
-        sequence = torch.tensor([tokens])
-        after = predict_after(persistent_hmm(), sequence, length - num_generated, length)
-        predicted.append(float(after[0, 0]))
-    assert predicted[0] == pytest.approx(0.5 + 0.5 * 0.998**READ_BACK)
+    for prompt in ([2] * 40 + [0] + later, [2] * 40 + [0, 2] + later):
+        tokens = torch.tensor([prompt + [2] * num_generated])
+        lengths = torch.tensor([len(prompt)]), torch.tensor([tokens.shape[1]])
+        predicted.append(float(predict_after(persistent_hmm(), tokens, *lengths)[0, 0]))
+    assert predicted[0] == pytest.approx(0.5 + 0.5 * 0.998 ** (READ_BACK + num_generated))
     assert predicted[1] == pytest.approx(0.5)
+
+
+def test_a_preempted_sequence_continues_in_the_state_that_it_had() -> None:
+    """After 512 tokens, in an HMM that forgets slowly."""
+    hmm = persistent_hmm()
+    request = Request(
+        (plain_goal(Lookahead(hmm, Attribute.from_weights(torch.rand(4)), LENGTH)),), (0,), 1000
+    )
+    generated = torch.randint(4, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    steering = SlotSteering(hmm)
+    steering.read_generated([0, 1], [request] * 2, [generated, []])
+    for token in generated:
+        steering.advance([None, 1], torch.tensor([0, token]))
+    torch.testing.assert_close(*steering.state.predicted[:2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(*steering.state.log_past[:2])
 
 
 @pytest.mark.parametrize("name", ["one", "must"])
 def test_all_generated_tokens_count_however_many_they_are(name: str) -> None:
-    """Also those that the filter does not read: their weights, and what an automaton has seen."""
+    """Their weights, and what an automaton has seen."""
     lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], LENGTH)
     generated = [0, 1, 0] + [2] * (READ_BACK + 10)
     request = Request((plain_goal(lookahead),), (1,), 1000)

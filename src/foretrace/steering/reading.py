@@ -11,14 +11,15 @@ from foretrace.steering.slot_state import SlotState
 from foretrace.steering.transfer import to_device
 from foretrace.steering.window import WindowState
 
-READ_BACK = 128  # last tokens that the filter reads; earlier ones hardly affect the belief
+READ_BACK = 128  # last prompt tokens that are read; earlier ones hardly affect the belief
 
 
 def predict_after(hmm: HMM, tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
     """Compute the distribution of the HMM state of the next token.
 
-    The filter reads at most the last `READ_BACK` tokens. It ignores the tokens of a prompt up to
-    the last end-of-text token, because they belong to an earlier text.
+    The filter reads at most the last `READ_BACK` tokens of a prompt, and all generated tokens: a
+    sequence that was preempted continues in the state that it had. It ignores the tokens of a
+    prompt up to the last end-of-text token, because they belong to an earlier text.
 
     Args:
         hmm: The HMM.
@@ -30,7 +31,7 @@ def predict_after(hmm: HMM, tokens: Tensor, prompt_lengths: Tensor, lengths: Ten
         Probabilities of shape (n, h).
     """
     device = hmm.device
-    starts = (lengths - READ_BACK).clamp_min(0)
+    starts = (prompt_lengths - READ_BACK).clamp_min(0)
     width = int((lengths - starts).max())
     positions = starts[:, None] + torch.arange(width)  # on the CPU
     in_sequence = (positions < lengths[:, None]).to(device, non_blocking=True)

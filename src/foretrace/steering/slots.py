@@ -193,8 +193,8 @@ class SlotSteering:
     ) -> None:
         """Fill slots from the tokens of sequences.
 
-        The filter reads at most the last 128 tokens. It ignores the tokens of a prompt up
-        to the last end-of-text token, because they belong to an earlier text. Sequences that have
+        The filter reads at most the last 128 tokens of a prompt, and all generated tokens. It
+        ignores the tokens of a prompt up to the last end-of-text token. Sequences that have
         generated tokens or a marker wait for the device.
 
         Args:
