@@ -193,3 +193,42 @@ def test_a_resumed_request_is_counted_once() -> None:
     states.prefill_len.np[0] = 5  # the prompt and two tokens, after preemption
     processor.add_request(0, _params())
     assert prometheus.REQUESTS._value.get() == before + 1
+
+
+def test_placeholders_of_asynchronous_scheduling_are_replaced_before_steering() -> None:
+    """vLLM fills in the token that was sampled last, in the list that the processor holds.
+
+    Asynchronous scheduling needs a GPU: the function of vLLM's runner V1 runs here by itself.
+    """
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    params, prompt = _params(), [5, 6, 7]
+    validate_params(params)
+    output = [8, -1]
+    batch = SimpleNamespace(
+        sampling_metadata=SimpleNamespace(output_token_ids=[output]),
+        sampled_token_ids_cpu=torch.tensor([[9]]),
+        prev_req_id_to_index={"a": 0},
+        req_ids=["a"],
+        async_copy_ready_event=SimpleNamespace(synchronize=lambda: None),
+    )
+    InputBatch.update_async_output_token_ids(batch)
+    assert output == [8, 9]
+    steered = []
+    for tokens in (output, [8, 9]):
+        processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
+        processor.slots[0] = processor._add(params, prompt, tokens)
+        steered.append(processor.apply(torch.zeros(1, len(WORDS))))
+    assert torch.equal(*steered)
+
+
+def test_a_placeholder_that_is_left_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    params, output = _params(), [8]
+    validate_params(params)
+    processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
+    processor.slots[0] = processor._add(params, [5, 6, 7], output)
+    processor.apply(torch.zeros(1, len(WORDS)))
+    output.append(-1)
+    steered = processor.apply(torch.zeros(1, len(WORDS)))
+    assert steered.softmax(-1)[0, 0] == 1.0  # token 0 ends a text
+    assert "--no-async-scheduling" in caplog.text

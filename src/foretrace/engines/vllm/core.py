@@ -139,10 +139,14 @@ class SteeringCore:
         """Load the goals of a slot, or mark it as failed."""
         try:
             slot.request = self._request(slot)
-        except Exception:
-            logger.exception("A request cannot be steered, and is ended")
-            prometheus.FAILED.inc()
-            slot.failed = True
+        except Exception as error:
+            self.fail(slot, str(error), error)
+
+    def fail(self, slot: Slot, reason: str, error: Exception | None = None) -> None:
+        """Mark a slot as failed: its request ends with the next token."""
+        logger.error("A request cannot be steered, and is ended: %s", reason, exc_info=error)
+        prometheus.FAILED.inc()
+        slot.failed = True
 
     def _request(self, slot: Slot) -> Request | None:
         params, extra_args = slot.params, slot.params.extra_args or {}

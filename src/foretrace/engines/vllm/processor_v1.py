@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 
+PLACEHOLDER = (
+    "vLLM passed a placeholder for a token that is not known yet. Start it with "
+    "--no-async-scheduling."
+)
+
+
 class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
     """Steers the requests that name a goal."""
 
@@ -64,6 +70,11 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
 
     def _update_states(self, num_rows: int) -> Step:
         """Advance states that lack one token, and compute new ones from all tokens."""
+        for slot in self.slots.values():
+            # With asynchronous scheduling, vLLM appends a placeholder for a token that is not
+            # sampled yet, and replaces it before processors run.
+            if slot.output and slot.output[-1] < 0 and not slot.failed:
+                self.core.fail(slot, PLACEHOLDER)
         rows = {row: slot for row, slot in self.slots.items() if not slot.failed}
         counts = {row: len(slot.output) for row, slot in rows.items()}
         step = self.core.update(num_rows, counts, rows)
