@@ -5,6 +5,7 @@ devices raises, and so does whatever would wait for a device to read a value.
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,48 +13,91 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+VIEWS = {"view", "slice", "unsqueeze", "squeeze", "select", "unbind", "expand", "permute", "t"}
 
 
-def to_fake_cuda(value: T, mode: FakeTensorMode, known: dict[int, Any] | None = None) -> T:
-    """Copy an object with all tensors that it holds to a fake GPU, at whatever depth they are."""
-    known = {} if known is None else known
-    if id(value) not in known:
-        known[id(value)] = _copied(value, mode, known)
-    result: T = known[id(value)]
+def to_fake_cuda(value: T, mode: FakeTensorMode, sizes: Mapping[int, int] | None = None) -> T:
+    """Copy an object with all tensors that it holds to a fake GPU, at whatever depth they are.
+
+    Args:
+        value: The object.
+        mode: The mode that makes tensors fake.
+        sizes: Dimensions to replace, so that a small object stands for a large one.
+    """
+    result: T = _Copies(mode, sizes or {}).of(value)
     return result
 
 
-def _copied(value: Any, mode: FakeTensorMode, known: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        with mode:
-            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_fake_cuda(item, mode, known) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_fake_cuda(item, mode, known) for item in value)
-    if type(value).__module__.startswith("foretrace") and hasattr(value, "__dict__"):
-        copied = copy.copy(value)
-        known[id(value)] = copied
-        for name, item in vars(value).items():
-            object.__setattr__(copied, name, to_fake_cuda(item, mode, known))
-        return copied
-    return value
+class _Copies:
+    """Copies by the identity of what is copied, so that shared objects stay shared."""
+
+    def __init__(self, mode: FakeTensorMode, sizes: Mapping[int, int]) -> None:
+        self.mode, self.sizes = mode, sizes
+        self.known: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        if id(value) not in self.known:
+            self.known[id(value)] = self._copied(value)
+        return self.known[id(value)]
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            shape = [self.sizes.get(size, size) for size in value.shape]
+            with self.mode:
+                return torch.empty(shape, dtype=value.dtype, device="cuda")
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.of, value))
+        if type(value).__module__.startswith("foretrace") and hasattr(value, "__dict__"):
+            copied = self.known[id(value)] = copy.copy(value)
+            for name, item in vars(value).items():
+                object.__setattr__(copied, name, self.of(item))
+            return copied
+        return value
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of torch, views included."""
+    """Counts the operations of torch, views included, and the bytes that they move.
+
+    Attributes:
+        names: The operations.
+        nbytes: Bytes read and written. Operations with an index read and write what it selects.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation and run it."""
+        result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":  # an attribute of a fake tensor
             self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+            self.nbytes += _bytes_moved(func, args, result)
+        return result
+
+
+def _bytes_moved(func: Any, args: Any, result: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    name = func.overloadpacket.__name__
+    inputs = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
+    outputs = [out for out in tree_leaves(result) if isinstance(out, Tensor)]
+    if name in VIEWS or name.startswith(("empty", "new_empty")):
+        return 0
+    if name in ("index", "gather"):
+        return 2 * _nbytes(outputs) + _nbytes(inputs[1:])
+    if name in ("index_put_", "index_add_", "scatter_", "scatter_add_", "scatter_add"):
+        return 2 * _nbytes(inputs[1:])
+    return _nbytes(inputs) + _nbytes(outputs)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class DeviceIndexing(TorchFunctionMode):
