@@ -81,4 +81,4 @@ class RowRules(NamedTuple):
             logits.copy_(steered)
             return price
         torch.where(self.is_steered, steered, logits, out=logits)
-        return None if price is None else price * self.is_steered.squeeze(1)
+        return None if price is None else torch.where(self.is_steered.squeeze(1), price, 0.0)
