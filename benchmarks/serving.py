@@ -100,9 +100,9 @@ def _compare(
     wall = [one.wall / other.wall for one, other in pairs]
     processor = [one.processor / other.processor for one, other in pairs]
     report.add(f"{name}: bare", TOKENS / median(one.wall for one in bare), "tokens/s")
-    report.add(f"{name}: steered / bare, tokens per second", median(wall), "", at_least=at_least)
+    report.add(f"{name}: steered / bare", median(wall), "", at_least=at_least)
     report.add(f"{name}: steered / bare, lowest of {len(pairs)}", min(wall), "")
-    report.add(f"{name}: steered / bare, tokens per second of CPU time", median(processor), "")
+    report.add(f"{name}: steered / bare, by CPU time", median(processor), "")
     print(f"{name}: {median(wall):.2f}", file=sys.stderr, flush=True)
 
 
