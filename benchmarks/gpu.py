@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_cuda import DeviceIndexing, OperationCounter, to_fake_cuda
 from foretrace import HMM, Attribute
-from foretrace.hmm.sparse import SparseEmission
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, Request, SlotSteering
 from foretrace.steering.slot_state import advance
 from harness import Report, options, seconds
+from inference import sparse_emission
 
 STATES, VOCABULARIES, ROWS = (1024, 4096, 32768), (49152, 128256, 262144), (1, 64, 256)
 SMALL_STATES, SMALL_VOCABULARY = 37, 1009  # no other dimension has these sizes
@@ -94,14 +94,7 @@ def steering_of(hmm: HMM, rows: int) -> SlotSteering:
 
 def measure(states: int, vocab: int, rows: int, device: str) -> float:
     """Return the seconds of a step."""
-    entries = max(1, round(DENSITY * states))
-    emission = SparseEmission(
-        offsets=torch.arange(0, vocab * entries + 1, entries),
-        states=torch.rand(vocab, states).topk(entries).indices.sort().values.flatten(),
-        values=torch.rand(vocab * entries) + 1e-3,
-        background=torch.full((vocab,), 1 / vocab),
-        leak=torch.full((states,), 1e-3),
-    )
+    emission = sparse_emission(vocab, DENSITY, states)
     transition = torch.rand(states, states)
     transition /= transition.sum(1, keepdim=True)
     hmm = HMM(torch.full((states,), 1 / states), transition, emission).to(device)

@@ -21,17 +21,19 @@ def dense_hmm(vocab: int) -> HMM:
     )
 
 
-def sparse_emission(vocab: int, density: float) -> SparseEmission:
+def sparse_emission(vocab: int, density: float, num_states: int = STATES) -> SparseEmission:
     """Build a sparse emission with `density` of the entries, equally many for each token."""
-    per_token = round(density * STATES)
-    bounds = torch.arange(per_token + 1) * STATES // per_token  # one random state from each range
+    per_token = max(1, round(density * num_states))
+    bounds = (
+        torch.arange(per_token + 1) * num_states // per_token
+    )  # one random state from each range
     states = bounds[:-1] + (torch.rand(vocab, per_token) * bounds.diff()).long()
     return SparseEmission(
         offsets=torch.arange(0, vocab * per_token + 1, per_token),
         states=states.flatten(),
         values=torch.rand(vocab * per_token) + 1e-3,
         background=torch.full((vocab,), 1 / vocab),
-        leak=torch.full((STATES,), 1e-3),
+        leak=torch.full((num_states,), 1e-3),
     )
 
 

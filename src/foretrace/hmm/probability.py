@@ -12,7 +12,7 @@ from torch import Tensor
 from foretrace.errors import InvalidModelError
 
 TABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-CACHED_ELEMENTS = 1 << 18
+CACHED_ELEMENTS = 1 << 18  # elements that fit a CPU's caches, with temporary copies of them
 FEW_ROWS = 64  # up to this many, `transposed` uses a matrix product
 RARE_END = 1e-3  # of the last state's emission, for each end of texts after the first
 CHUNK_ELEMENTS = 1 << 20  # elements of a table to process at once: 4 MB of float32

@@ -9,8 +9,8 @@ from torch import Tensor
 from foretrace.hmm.probability import row_blocks
 
 MIN_LOG_FACTOR = -9e3  # and less: a weight of 0 (MIN_LOG_WEIGHT), or a constraint forbids the token
-# A limit is found on a histogram of the log-factors. Bins are as wide up to the first distance from
-# the largest log-factor, in nats, then ever wider up to the second.
+# A limit is found on a histogram of the distances from the largest log-factor, in nats. Bins have
+# about the same width up to NARROW, and grow in proportion to the distance up to MAX_DISTANCE.
 BINS, NARROW, MAX_DISTANCE = 512, 1 / 16, 2e4
 SHARES = 128  # shares of the log-factors that are tried at once
 

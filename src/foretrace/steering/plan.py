@@ -121,6 +121,7 @@ def build_plan(
     columns = [column for index, goal in enumerate(goals) for column in _columns(index, goal)]
     constrained = constrained_goals(goals)
     ends = [_ends(row.request, shape[1]) for row in rows]
+    padded_ends = _padded(ends, transfer)
     row_numbers = [_row_numbers(row) for row in rows]
     column_numbers = Columns(*transfer.integers(columns, len(Columns._fields)))
     transforms = [(goal.goal.transform.scale, goal.goal.transform.shift) for goal in goals]
@@ -130,8 +131,8 @@ def build_plan(
     return Plan(
         rows=Rows(*transfer.integers(row_numbers, len(Rows._fields))),
         max_price=_max_prices(rows, transfer),
-        ends=_padded(ends, transfer),
-        neutral_ends=_neutral_ends(rows, ends, transfer),
+        ends=padded_ends,
+        neutral_ends=_neutral_ends(rows, padded_ends, transfer),
         once=_once_rewards(rows, pool, transfer),
         columns=column_numbers,
         coefficients=coefficients[0],
@@ -229,18 +230,14 @@ def _padded(ends: Sequence[Sequence[int]], transfer: Transfer) -> Tensor | None:
 
 
 def _neutral_ends(
-    rows: Sequence[PlannedRow], ends: Sequence[Sequence[int]], transfer: Transfer
+    rows: Sequence[PlannedRow], padded: Tensor | None, transfer: Transfer
 ) -> NeutralEnds | None:
-    """Return the end tokens of every row, if those of a row keep their probability."""
-    neutral = [
-        bool(tokens) and any(goal.neutral_end for goal in row.request.goals)
-        for row, tokens in zip(rows, ends, strict=True)
-    ]
-    padded = _padded(ends, transfer)
+    """Return the padded end tokens of every row, if those of a row keep their probability."""
+    neutral = [any(goal.neutral_end for goal in row.request.goals) for row in rows]
     if padded is None or not any(neutral):
         return None
-    is_neutral = transfer.integers([(int(flag),) for flag in neutral], 1).T
-    return NeutralEnds(padded.clamp_min(0), is_neutral.bool())
+    is_neutral = transfer.integers([(int(flag),) for flag in neutral], 1).T.bool()
+    return NeutralEnds(padded.clamp_min(0), is_neutral & (padded[:, :1] >= 0))
 
 
 def _max_prices(rows: Sequence[PlannedRow], transfer: Transfer) -> Tensor | None:
