@@ -13,13 +13,11 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_cuda import DeviceIndexing, OperationCounter, to_fake_cuda
+from fake_cuda_step import count_step
 from foretrace import HMM, Attribute
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, Request, SlotSteering
-from foretrace.steering.slot_state import advance
 from harness import Report, options, seconds
 from inference import sparse_emission
 
@@ -65,20 +63,12 @@ def count(states: int, vocab: int, rows: int) -> Counted:
     """Count the operations and bytes of a step of a large batch, on a small one."""
     hmm = HMM.random(SMALL_STATES, SMALL_VOCABULARY, eos_token_id=0)
     steering = steering_of(hmm, rows)
-    plan = steering._plan([*range(rows)], (rows, hmm.vocab_size))
-    assert plan is not None
-    mode = FakeTensorMode()
     sizes = {SMALL_STATES: states, SMALL_VOCABULARY: vocab, SMALL_VOCABULARY + 1: vocab + 1}
-    on_device, device_plan = to_fake_cuda((steering, plan), mode, sizes)
-    with mode, DeviceIndexing():
-        tokens = torch.zeros(rows, dtype=torch.long, device="cuda")
-        logits = torch.zeros(rows, vocab, device="cuda")
-        with OperationCounter() as counter:
-            advance(on_device.state, device_plan, on_device.pool, tokens, None)
-            on_device._steer_(logits, device_plan)
+    advancing, reweighting = count_step(steering, rows, sizes)
+    operations = len(advancing.names) + len(reweighting.names)
     entries = round(DENSITY * states * vocab)
     dense, sparse = 4 * states * vocab, 8 * entries + 8 * vocab  # values, states and offsets
-    return Counted(len(counter.names), counter.nbytes - dense + sparse)
+    return Counted(operations, advancing.nbytes + reweighting.nbytes - dense + sparse)
 
 
 def steering_of(hmm: HMM, rows: int) -> SlotSteering:

@@ -29,7 +29,7 @@ from server import API_KEY, ONE_PROCESS, serving, steered
 from smollm2 import find_smollm2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-REQUESTS, QUICK_REQUESTS, CONCURRENCY, MAX_TOKENS = 100, 8, 32, 300
+REQUESTS, QUICK_REQUESTS, CONCURRENCY, MAX_TOKENS = 100, 8, 32, 1800
 WITHOUT_WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 GOAL, LEVELS = "positive", ("medium", "strong")
 KINDS = ("film", "restaurant", "book", "hotel", "phone", "concert", "museum", "video game", "car")
@@ -73,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         command = steered(find_smollm2(), EXAMPLES / "smollm2-135m", EXAMPLES / "attributes")
-        command += ["--tables", folder / "tables", "--max-model-len", 512]
+        command += ["--tables", folder / "tables", "--max-model-len", 2048]
         command += ["--structured-outputs-config", WITHOUT_WHITESPACE]
         with serving(command, folder / "log", environment=ONE_PROCESS) as address:
             bare = _ask_all(address, count, None)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_cuda import DeviceIndexing, OperationCounter, to_fake_cuda
+from fake_cuda import DeviceIndexing
+from fake_cuda_step import count_step
 from foretrace.attribute import Attribute
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Marker, Request, SlotSteering, automaton_plan
-from foretrace.steering.slot_state import advance
+from foretrace.steering import Goal, Marker, Request, SlotSteering
 
 TOKENS, STATES = 64, 8
 TOKEN_BYTES = [b"a", b"b", b"c", *[b""] * (TOKENS - 3)]
@@ -55,22 +55,9 @@ def steering_of(
     return steering
 
 
-def operations(steering: SlotSteering, rows: int) -> list[int]:
-    """Run a step on a fake GPU; return the operations of advancing and of reweighting."""
-    with pytest.MonkeyPatch.context() as patch:  # plan as for a GPU
-        patch.setattr(automaton_plan, "is_cpu", lambda pool: False)
-        plan = steering._plan([*range(rows)], (rows, TOKENS))
-    assert plan is not None
-    mode = FakeTensorMode()
-    on_device, device_plan = to_fake_cuda((steering, plan), mode)
-    with mode, DeviceIndexing():
-        tokens = torch.zeros(rows, dtype=torch.long, device="cuda")
-        logits = torch.zeros(rows, TOKENS, device="cuda")
-        with OperationCounter() as advancing:
-            advance(on_device.state, device_plan, on_device.pool, tokens, None)
-        with OperationCounter() as reweighting:
-            on_device._steer_(logits, device_plan)
-    return [len(advancing.names), len(reweighting.names)]
+def operations(steering: SlotSteering, rows: int) -> tuple[int, ...]:
+    """Return the operations of advancing and of reweighting."""
+    return tuple(len(counter.names) for counter in count_step(steering, rows))
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -78,7 +65,7 @@ def test_the_operations_of_a_step_depend_on_no_number(name: str) -> None:
     """Not on that of rows, and not on that of goals: 1 to 1,024 rows, 1 and 256 goals."""
     make = ATTRIBUTES[name]
     counts = {
-        tuple(operations(steering_of(make, rows, distinct), rows))
+        operations(steering_of(make, rows, distinct), rows)
         for rows, distinct in ((1, 1), (8, 1), (64, 1), (256, 256), (1024, 256))
     }
     (count,) = counts
