@@ -82,11 +82,6 @@ def _tokenizer(arguments: list[str], model: str) -> str:
 def _check_vllm_options(arguments: list[str]) -> None:
     """Raise an error for options of vLLM that would disable steering."""
     for argument in arguments:
-        if argument.startswith("--spec"):
-            raise InvalidInputError(
-                f"{argument}: speculative decoding drafts tokens that are not steered. Leave this "
-                f"option out."
-            )
         if argument.startswith("--logits-processors"):
             raise InvalidInputError(
                 f"{argument}: this option would replace foretrace's logits processor. Start vLLM "

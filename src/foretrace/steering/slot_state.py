@@ -69,10 +69,10 @@ class SlotState:
                 self.distinct, (0, added), value=self.vocab_size
             )
 
-    def permute(self, sources: Tensor) -> None:
-        """Let slot i take the state of slot `sources[i]`, for the first slots: (n,)."""
+    def copy_(self, slots: Tensor, sources: Tensor) -> None:
+        """Let each of the slots take the state of another: (n,) each."""
         for _, tensor in self._tensors():
-            tensor[: len(sources)] = tensor[sources]
+            tensor[slots] = tensor[sources]
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return the names and values of all tensors."""

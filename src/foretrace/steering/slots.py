@@ -24,14 +24,14 @@ from foretrace.steering.reading import predict_after, write_slot
 from foretrace.steering.request import Request
 from foretrace.steering.row_rules import RowRules
 from foretrace.steering.slot_state import SlotState, advance
+from foretrace.steering.transfer import to_device
 
 Observe = Callable[[Tensor, Tensor], None]
 
 
-class _LastPlan(NamedTuple):
-    """The plan of the last step. It holds the requests, so that no other has their identity."""
+class _KeptPlan(NamedTuple):
+    """The plan of an earlier step. It holds the requests, so that no other has their identity."""
 
-    place: tuple[object, ...]
     requests: list[Request | None]
     plan: Plan | None
 
@@ -62,6 +62,7 @@ class SlotSteering:
         observe: Observe | None = None,
         *,
         absolute: bool = False,
+        num_plans: int = 1,
     ) -> None:
         """Create the steering of an HMM.
 
@@ -73,12 +74,15 @@ class SlotSteering:
             absolute: Whether steered logits include the summand that all tokens of a row share. It
                 does not change probabilities. It grows with the sequence, until float32 cannot hold
                 it together with the language model's logits.
+            num_plans: How many plans of rows to keep. One is enough if a step advances and
+                reweights the same rows.
         """
         self.hmm, self.observe, self.absolute = hmm, observe, absolute
         self.pool, self.state = TablePool(hmm), SlotState.empty(hmm)
         self._requests: dict[int, Request] = {}  # by slot
         self._counts: dict[int, int] = {}  # generated tokens, by slot
-        self._last_plan: _LastPlan | None = None
+        self._plans: dict[tuple[object, ...], _KeptPlan] = {}  # by place, last used last
+        self._num_plans = num_plans
         self._shape = (0, hmm.vocab_size)
 
     def advance(
@@ -115,14 +119,26 @@ class SlotSteering:
         known = [source if source in self._counts else None for source in sources]
         if any(source not in (None, slot) for slot, source in enumerate(known)):
             self.state.reserve(len(sources), 1, 0)
-            index = torch.tensor(sources).to(self.hmm.device, non_blocking=True)
-            self.state.permute(index)
+            index = to_device(sources, self.hmm.device)
+            self.state.copy_(torch.arange(len(index), device=index.device), index)
             counts = [None if source is None else self._counts[source] for source in known]
             self._counts |= {slot: count for slot, count in enumerate(counts) if count is not None}
         self._requests = dict(requests)
         if not requests:
-            self._last_plan = None  # nothing holds the tables of requests that are finished
+            self._plans.clear()  # nothing holds the tables of requests that are finished
         self._counts = {slot: n for slot, n in self._counts.items() if slot in requests}
+
+    def copy_(self, slots: Sequence[int], sources: Tensor, counts: Sequence[int]) -> None:
+        """Let slots take the state of others.
+
+        Args:
+            slots: The slots to write.
+            sources: The slot that each takes its state from, (slots,), on the HMM's device.
+            counts: The number of generated tokens of each at most: it need not be known exactly.
+        """
+        self._counts.update(zip(slots, counts, strict=True))
+        self._reserve(slots)
+        self.state.copy_(to_device(slots, self.hmm.device), sources)
 
     def reweight_(self, logits: Tensor, rows: Sequence[int | None]) -> Tensor:
         """Add the log-factors of the rows' goals to the language model's logits, in place.
@@ -250,20 +266,23 @@ class SlotSteering:
         self.read(slots, requests, padded, prompt_lengths, lengths)
 
     def _plan(self, rows: Sequence[int | None], shape: tuple[int, int]) -> Plan | None:
-        """Return the plan of rows, from the step before if they and their requests are the same."""
+        """Return the plan of rows, from an earlier step if they and their requests are the same."""
         requests = [None if slot is None else self._requests[slot] for slot in rows]
-        place = (shape, self.state.log_past.shape[1], tuple(rows))
-        last = self._last_plan
-        if last is None or last.place != place or not all(map(is_, last.requests, requests)):
+        num_terms = self.state.log_past.shape[1]
+        place = (shape, num_terms, tuple(rows))
+        kept = self._plans.pop(place, None)
+        if kept is None or not all(map(is_, kept.requests, requests)):
             planned = [
                 PlannedRow(row, slot, request)
                 for row, (slot, request) in enumerate(zip(rows, requests, strict=True))
                 if slot is not None and request is not None and request.goals
             ]
-            num_terms = self.state.log_past.shape[1]
             plan = build_plan(planned, self.pool, shape, num_terms) if planned else None
-            last = self._last_plan = _LastPlan(place, requests, plan)
-        return last.plan
+            kept = _KeptPlan(requests, plan)
+            while len(self._plans) >= self._num_plans:
+                del self._plans[next(iter(self._plans))]
+        self._plans[place] = kept
+        return kept.plan
 
     def _reserve(self, slots: Sequence[int]) -> None:
         """Grow the state so that it can hold the next token of slots."""

@@ -121,6 +121,7 @@ def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:
         seq_lens_upper_bound_np=np.full(len(slots), length),
         input_ids=tokens[slots, length - 1],
     )
+    processor.apply_staged_writes()
     steered: torch.Tensor = processor.apply(torch.zeros(len(slots), len(WORDS)), context)
     return steered
 
@@ -131,11 +132,12 @@ def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
         assert processor.add_request(slot, _params())
     _step(processor, [0, 1], 3)
     assert processor.slots[0].request is not None
-    steered = _step(processor, [1], 4)
+    _step(processor, [1], 4)
+    steered = _step(processor, [1], 5)
     assert processor.slots[0].request is None
     assert processor.slots[0].num_generated is None
     processor.slots[1].forget()  # as if it had waited
-    assert torch.equal(_step(processor, [1], 4), steered)
+    assert torch.equal(_step(processor, [1], 5), steered)
 
 
 @pytest.mark.parametrize(

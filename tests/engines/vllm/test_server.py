@@ -1,10 +1,7 @@
 """Steering over HTTP: a real vLLM server, as anybody would run it."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +27,7 @@ from foretrace.hmm import HMM
 from foretrace.steering.conjunction import conjunction
 from foretrace.steering.window import Window
 from random_attributes import write_random
+from second_runner_process import run_second_runner
 from server import ONE_PROCESS, RealServer, ask_all, completion, serving, steered
 from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
 
@@ -152,17 +150,7 @@ def test_the_second_model_runner_writes_the_same(
     ]
     tables, tokenizer = str(folder.parent / "tables"), str(smollm2)
     settings = Settings(str(EXAMPLE), str(folder), tables, tokenizer=tokenizer)
-    program = Path(__file__).parents[2] / "second_runner.py"
-    done = subprocess.run(
-        [sys.executable, program, smollm2],
-        input=json.dumps(given),
-        env={**os.environ, **settings.to_environment()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = run_second_runner(smollm2, given, settings)["tokens"]
     assert answers == other_engine.write(prompts, asked, 6)
 
 

@@ -112,17 +112,23 @@ class Slot:
 class SteeringCore:
     """Loads the goals of requests, and steers their rows in one batch of tensor operations."""
 
-    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
-        if vllm_config.speculative_config is not None:
-            raise InvalidInputError(
-                "Speculative decoding drafts tokens that are not steered. Start vLLM without it, "
-                "or without foretrace."
-            )
+    def __init__(
+        self, vllm_config: "VllmConfig", device: torch.device, num_drafts: int = 0
+    ) -> None:
+        """Load the HMM of a server.
+
+        Args:
+            vllm_config: The settings of vLLM.
+            device: Where logits are.
+            num_drafts: Drafted tokens of a request in a step at most.
+        """
         self.cache = open_table_cache(device, prometheus.observe_cache)
         _check_model(vllm_config, self.cache.hmm)
         self.cache.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.steering = SlotSteering(self.cache.hmm)
+        # With drafts, a step advances the rows after as many drafted tokens, and reweights all.
+        num_plans = num_drafts + 2 if num_drafts else 1
+        self.steering = SlotSteering(self.cache.hmm, num_plans=num_plans)
         self.price_meter = prometheus.PriceMeter()
         self.ends = _ends(vllm_config, self.cache.hmm.config.eos_token_ids)
 
@@ -179,8 +185,6 @@ class SteeringCore:
             elif missing != 0:
                 new.append(row)
             slot.num_generated = counts[row]
-        requests = {slot.number: slot.request for slot in rows.values() if slot.request}
-        self.steering.assign(requests)
         return Step(numbers, moved, new)
 
     def advance(self, step: "Step", tokens: Tensor) -> None:
@@ -194,10 +198,16 @@ class SteeringCore:
             mask = mask.to(tokens.device, non_blocking=True)
         self.steering.advance(step.numbers, tokens, mask)
 
-    def apply(self, logits: Tensor, step: "Step", failed: Sequence[int]) -> None:
-        """Reweight the logits of rows in place; failed rows may only end: (rows, V or more)."""
+    def apply(self, logits: Tensor, numbers: Sequence[int | None], failed: Sequence[int]) -> None:
+        """Reweight the logits of rows in place: (rows, V or more).
+
+        Args:
+            logits: The logits.
+            numbers: The slot number of each row; None if it is not steered.
+            failed: Rows that may only end.
+        """
         self.steering.observe = self.price_meter.next_step()
-        self.steering.reweight_(logits, step.numbers)
+        self.steering.reweight_(logits, numbers)
         if failed:
             rows, ends = (to_device(part, logits.device) for part in (failed, self.ends))
             logits[rows] = -torch.inf

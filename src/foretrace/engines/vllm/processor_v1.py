@@ -8,6 +8,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from foretrace.engines.vllm import prometheus
 from foretrace.engines.vllm.core import Slot, SteeringCore, Step
+from foretrace.errors import InvalidInputError
 from foretrace.steering.transfer import to_device
 
 if TYPE_CHECKING:
@@ -22,12 +23,20 @@ PLACEHOLDER = (
 )
 
 
+SPECULATION = (
+    "vLLM's model runner V1 does not steer drafted tokens. Use model runner V2 for speculative "
+    "decoding (VLLM_USE_V2_MODEL_RUNNER=1), or start vLLM without it."
+)
+
+
 class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
     """Steers the requests that name a goal."""
 
     def __init__(
         self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool
     ) -> None:
+        if vllm_config.speculative_config is not None:
+            raise InvalidInputError(SPECULATION)
         self.core = SteeringCore(vllm_config, torch.device(device))
         self.slots: dict[int, Slot] = {}  # by row
         self.free: list[int] = []  # numbers of slots without a request
@@ -63,9 +72,8 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
         if self.slots:
             with prometheus.timed_step():
                 step = self._update_states(len(logits))
-                self.core.apply(
-                    logits, step, [row for row, one in self.slots.items() if one.failed]
-                )
+                failed = [row for row, slot in self.slots.items() if slot.failed]
+                self.core.apply(logits, step.numbers, failed)
         return logits
 
     def _update_states(self, num_rows: int) -> Step:
@@ -77,6 +85,7 @@ class SteeringProcessorV1(LogitsProcessor):  # type: ignore[misc]
                 self.core.fail(slot, PLACEHOLDER)
         rows = {row: slot for row, slot in self.slots.items() if not slot.failed}
         counts = {row: len(slot.output) for row, slot in rows.items()}
+        self.core.steering.assign({one.number: one.request for one in rows.values() if one.request})
         step = self.core.update(num_rows, counts, rows)
         tokens = [0] * num_rows
         for row in step.moved:

@@ -1,0 +1,174 @@
+"""Speculative decoding with model runner V2: drafted tokens are steered as all others."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
+
+from foretrace.attribute import Attribute
+from foretrace.engines.vllm import SteeringProcessor
+from foretrace.engines.vllm.settings import Settings, open_table_cache
+from foretrace.errors import InvalidInputError
+from foretrace.steering import SlotSteering
+from random_attributes import write_random
+from second_runner_process import run_second_runner
+from tiny_lm import byte_tokenizer, tiny_hmm, write_tiny_lm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+DRAFTS, REQUESTS, PROMPT = 3, 4, 3
+TOKENIZER = byte_tokenizer(["hello"], 257)  # one token for each byte
+VOCAB_SIZE = len(TOKENIZER)
+GOALS: list[dict[str, Any] | None] = [
+    {"goal": "kind", "strength": 3},
+    {"goal": "a0 & ~kind"},
+    {"goal": "a0", "must_contain": "to"},
+    {"goal": "kind", "after": "e", "window": 5},
+    None,
+]
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Set the environment of a server with two attributes."""
+    hmm = tiny_hmm(TOKENIZER, states=8)
+    hmm.save_pretrained(tmp_path / "hmm")
+    TOKENIZER.save_pretrained(tmp_path / "lm")
+    known = hmm.config.tokenizer_fingerprint
+    write_random(tmp_path / "attributes", "a0", VOCAB_SIZE, share=0.5, known=known, seed=0)
+    rewards = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    kind = Attribute.from_rewards(rewards, tokenizer_fingerprint=known)
+    kind.save(tmp_path / "attributes" / "kind.safetensors")
+    hmm_folder, attributes, tables, tokenizer = (
+        str(tmp_path / name) for name in ("hmm", "attributes", "tables", "lm")
+    )
+    settings = Settings(hmm_folder, attributes, tables, tokenizer=tokenizer)
+    for name, value in settings.to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
+    open_table_cache.cache_clear()
+    return settings
+
+
+class FakeRunner:
+    """The steps of runner V2 with made-up drafts, of which a drawn number is accepted."""
+
+    device = torch.device("cpu")
+    max_num_reqs = REQUESTS
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.prompt_len = SimpleNamespace(np=np.full(REQUESTS, PROMPT))
+        self.prefill_len = SimpleNamespace(np=np.full(REQUESTS, PROMPT))
+        self.all_token_ids = SimpleNamespace(gpu=torch.zeros(REQUESTS, 128, dtype=torch.int32))
+        self.texts = [self.draw(PROMPT) for _ in range(REQUESTS)]
+        self.commit()
+
+    def draw(self, count: int) -> list[int]:
+        return [int(token) for token in self.generator.integers(1, VOCAB_SIZE, count)]
+
+    def commit(self) -> None:
+        for index, text in enumerate(self.texts):
+            self.all_token_ids.gpu[index, : len(text)] = torch.tensor(text)
+
+    def step(self, batch: list[int], *, cut: bool = False) -> tuple[Any, list[list[int]]]:
+        """Draft tokens; return the context of the step, and the text before each row's token."""
+        prefixes: list[list[int]] = []
+        requests: list[int] = []
+        depths: list[int] = []
+        upper = []
+        for index in batch:
+            text = self.texts[index]
+            drafts = self.draw(DRAFTS) if len(text) > PROMPT else []
+            drafts = drafts[: int(self.generator.integers(0, DRAFTS + 1))] if cut else drafts
+            prefixes += [text + drafts[:depth] for depth in range(len(drafts) + 1)]
+            requests += [index] * (len(drafts) + 1)
+            depths += range(len(drafts) + 1)
+            # With asynchronous scheduling, the host does not know how many drafts were accepted.
+            upper.append(PROMPT if len(text) == PROMPT else len(text) + DRAFTS)
+        context = SimpleNamespace(
+            idx_mapping_np=np.array(batch),
+            expanded_idx_mapping=torch.tensor(requests),
+            expanded_local_pos=torch.tensor(depths),
+            seq_lens_upper_bound_np=np.array(upper),
+            input_ids=torch.tensor([prefix[-1] for prefix in prefixes], dtype=torch.int32),
+            pos=torch.tensor([len(prefix) - 1 for prefix in prefixes]),
+        )
+        for index in batch:  # accept some, and sample one more
+            own = [row for row, owner in enumerate(requests) if owner == index]
+            accepted = prefixes[int(self.generator.choice(own))]
+            self.texts[index] = accepted + self.draw(1)
+        return context, prefixes
+
+
+def _config(version: int) -> Any:
+    return SimpleNamespace(
+        use_v2_model_runner=version == 2,
+        speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+        model_config=SimpleNamespace(
+            max_model_len=128, hf_config=SimpleNamespace(eos_token_id=0), get_vocab_size=lambda: 99
+        ),
+    )
+
+
+def _params(goal: dict[str, Any] | None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=64, extra_args=goal)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["all drafts", "drafts cut"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_drafted_row_is_steered_as_its_text(seed: int, cut: bool) -> None:
+    """Also for requests that begin later, wait for a step, or come in parts of a step."""
+    runner = FakeRunner(seed)
+    processor: Any = SteeringProcessor(_config(2), runner)
+    goals = GOALS[:REQUESTS]
+    for index, goal in enumerate(goals[:3]):
+        assert processor.add_request(index, _params(goal))
+    batches = [[[0, 1]], [[1, 0]], [[0], [1]], [[0, 1, 2]], [[2, 0]], [[2], [0, 1]], [[1, 3, 0]]]
+    batches += [[[0, 1, 2, 3]]] * 4
+    for parts in batches:
+        if 3 in parts[0] and 3 not in processor.slots:
+            assert processor.add_request(3, _params(goals[3]))
+        processor.apply_staged_writes()
+        for batch in parts:
+            context, prefixes = runner.step(batch, cut=cut)
+            steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
+            for row, index in enumerate(context.expanded_idx_mapping.tolist()):
+                request = processor.slots[index].request
+                torch.testing.assert_close(steered[row], _expected(request, prefixes[row]))
+        runner.commit()
+
+
+def _expected(request: Any, text: list[int]) -> torch.Tensor:
+    """Return the steered logits of a request that reads all its text at once."""
+    steering = SlotSteering(request.goals[0].lookahead.hmm)
+    reading = replace(request, prompt=tuple(text[:PROMPT]))
+    steering.read_generated([0], [reading], [text[PROMPT:]])
+    return steering.reweight_(torch.zeros(1, VOCAB_SIZE), [0])[0]
+
+
+def test_runner_v1_refuses_drafts() -> None:
+    with pytest.raises(InvalidInputError, match="model runner V2"):
+        SteeringProcessor(_config(1), torch.device("cpu"), False)
+
+
+def test_speculative_decoding_writes_the_same(tmp_path: Path, settings: Settings) -> None:
+    """Greedy, with a small LM that repeats itself, so that many drafts are accepted."""
+    model = write_tiny_lm(tmp_path / "lm", TOKENIZER, heads=1)
+    prompts = [[5, 6, 7, 5, 6, 7], [5, 8, 9, 4], [30, 31], [12, 13, 14], [40, 41, 42]]
+    given = [
+        {"prompt": prompt, "goal": goal, "max_tokens": 24}
+        for prompt, goal in zip(prompts, GOALS, strict=True)
+    ]
+    plain = run_second_runner(model, given, settings)
+    drafted = run_second_runner(model, given, settings, DRAFTS)
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["accepted"] >= 10
