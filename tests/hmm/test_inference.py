@@ -103,6 +103,13 @@ def test_sampled_states_follow_the_transition() -> None:
     assert chisquare(observed, expected.flatten() * count).pvalue > 1e-3
 
 
+def test_sampling_in_chunks_draws_as_many_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    hmm = tiny_hmm("dense")
+    for sequences in (0, 1, 4):  # per chunk; 0: there is not enough memory for one
+        monkeypatch.setattr(inference, "CHUNK_ELEMENTS", 3 * sequences)
+        assert hmm.sample(10, 2, seed=1).shape == (10, 2)
+
+
 def test_a_seed_makes_sampling_deterministic() -> None:
     hmm = tiny_hmm("sparse")
     assert torch.equal(hmm.sample(50, 9, seed=4), hmm.sample(50, 9, seed=4))
