@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidInputError
@@ -86,6 +87,10 @@ class Goal:
         lookahead = self.lookahead.at_strength(strength)
         lookahead.tables  # noqa: B018  built now, and not in a decoding step
         object.__setattr__(self, "lookahead", lookahead)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return the goal itself: it does not change, and its tables are large."""
+        return self
 
 
 def common_window(goals: Iterable[Goal]) -> Window:
