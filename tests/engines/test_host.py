@@ -6,37 +6,21 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from foretrace.attribute import Attribute
 from foretrace.engines.host import HostProcessor
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from host_goals import KINDS, goals_of
 
 VOCAB, NEW = 12, 5
-HMM_ = HMM.random(4, VOCAB, eos_token_id=0)
-GENERATOR = torch.Generator().manual_seed(0)
-WEIGHTS = torch.rand(2, VOCAB, generator=GENERATOR)
-GOALS = {
-    "product": [Attribute.from_weights(WEIGHTS[0])],
-    "rewards": [Attribute.from_rewards(WEIGHTS[0] - 0.5)],
-    "two goals": [Attribute.from_weights(WEIGHTS[0]), Attribute.from_rewards(WEIGHTS[1] - 0.5)],
-    "required text": [
-        Attribute.occurrence("ab", [b"", b"a", b"b", *[b""] * (VOCAB - 3)])
-        & Attribute.from_weights(WEIGHTS[1])
-    ],
-}
+MODEL = HMM.random(4, VOCAB, eos_token_id=0)
 
 
-def goals_of(name: str) -> list[Goal]:
-    return [Goal(Lookahead(HMM_, attribute, NEW), 2.0) for attribute in GOALS[name]]
-
-
-@pytest.mark.parametrize("name", GOALS)
-def test_it_steers_as_transformers_does(name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_steers_as_transformers_does(kind: str) -> None:
     """One text after another, token by token, with more logits than the HMM has tokens."""
-    goals = goals_of(name)
+    generator = torch.Generator().manual_seed(1)
+    goals = goals_of(kind, MODEL, NEW)
     processor = HostProcessor(goals, max_new_tokens=NEW)
     for prompt in ([3, 4, 5], [6]):
         expected = SteeringProcessor(
@@ -45,7 +29,7 @@ def test_it_steers_as_transformers_does(name: str) -> None:
         processor.begin()
         ids = list(prompt)
         for _ in range(NEW):
-            scores = torch.randn(1, VOCAB + 2, generator=GENERATOR)
+            scores = torch.randn(1, VOCAB + 2, generator=generator)
             steered = processor(np.array(ids, dtype=np.intc), scores[0].numpy())
             assert steered.dtype == np.float32
             torch.testing.assert_close(
@@ -56,14 +40,18 @@ def test_it_steers_as_transformers_does(name: str) -> None:
 
 def test_the_logits_of_the_engine_are_not_changed() -> None:
     scores = np.zeros(VOCAB, dtype=np.float32)
-    steered = HostProcessor(goals_of("rewards"), max_new_tokens=NEW)(np.array([3]), scores)
+    steered = HostProcessor(goals_of("rewards", MODEL, NEW), max_new_tokens=NEW)(
+        np.array([3]), scores
+    )
     assert not scores.any()
     assert steered.any()
 
 
 def test_the_price_is_reported() -> None:
     seen: list[float] = []
-    processor = HostProcessor(goals_of("rewards"), max_new_tokens=NEW, observe=seen.append)
+    processor = HostProcessor(
+        goals_of("rewards", MODEL, NEW), max_new_tokens=NEW, observe=seen.append
+    )
     bare = np.zeros(VOCAB, dtype=np.float32)
     steered = torch.from_numpy(processor(np.array([3]), bare)).double().log_softmax(-1)
     price = (steered.exp() * (steered - torch.from_numpy(bare).double().log_softmax(-1))).sum()
@@ -76,6 +64,6 @@ def test_no_goals_change_nothing() -> None:
 
 
 def test_logits_of_another_lm_are_refused() -> None:
-    processor = HostProcessor(goals_of("product"), max_new_tokens=NEW)
+    processor = HostProcessor(goals_of("product", MODEL, NEW), max_new_tokens=NEW)
     with pytest.raises(InvalidInputError, match="HMM of this LM"):
         processor(np.array([3]), np.zeros(VOCAB - 1, dtype=np.float32))

@@ -126,9 +126,9 @@ def test_long_sequences_stay_accurate_in_float32(form: str) -> None:
     texts = exact.sample(4, 4096, seed=0)
     reference = exact.log_likelihood(texts)
     single = exact.to(dtype=torch.float32)
-    torch.testing.assert_close(
-        single.log_likelihood(texts).double(), reference, rtol=1e-5, atol=0.0
-    )
+    likelihood = single.log_likelihood(texts)
+    assert likelihood.dtype == torch.float32
+    torch.testing.assert_close(likelihood.double(), reference, rtol=1e-5, atol=0.0)
     posterior = single.smooth(texts)
     assert posterior.isfinite().all()
     torch.testing.assert_close(posterior.double(), exact.smooth(texts), rtol=0, atol=1e-3)

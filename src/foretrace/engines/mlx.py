@@ -1,0 +1,37 @@
+"""Steering in MLX-LM."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foretrace.engines.host import HostProcessor
+from foretrace.steering import Goal
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+def logits_processor(
+    goals: Sequence[Goal], *, max_new_tokens: int, ends: Sequence[int] = ()
+) -> "Callable[[mx.array, mx.array], mx.array]":
+    """Return a logits processor for one text of MLX-LM.
+
+    Pass it to `mlx_lm.generate(..., logits_processors=[processor])`. The HMM stays with torch, on
+    the CPU: every token's logits are copied, which is cheap where memory is shared.
+
+    Args:
+        goals: The goals, as for `HostProcessor`.
+        max_new_tokens: The `max_tokens` of MLX-LM.
+        ends: Tokens that end a text, in addition to the HMM's.
+    """
+    import mlx.core as mx
+
+    host = HostProcessor(goals, max_new_tokens=max_new_tokens, ends=ends)
+
+    def process(tokens: "mx.array", logits: "mx.array") -> "mx.array":
+        """Reweight the next token: ids (length,) and logits (1, V)."""
+        steered = host(np.array(tokens), np.array(logits[0].astype(mx.float32)))
+        return mx.array(steered)[None]
+
+    return process

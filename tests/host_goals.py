@@ -1,0 +1,24 @@
+"""Goals of every kind, for the tests of engines on the host."""
+
+import torch
+
+from foretrace.attribute import Attribute
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
+
+KINDS = ("product", "rewards", "two goals", "required text")
+
+
+def goals_of(kind: str, hmm: HMM, horizon: int) -> list[Goal]:
+    """Return goals of a kind; the tokens 1 and 2 are "a" and "b"."""
+    vocab = hmm.vocab_size
+    first, second = torch.rand(2, vocab, generator=torch.Generator().manual_seed(0))
+    text = Attribute.occurrence("ab", [b"", b"a", b"b", *[b""] * (vocab - 3)])
+    attributes = {
+        "product": [Attribute.from_weights(first)],
+        "rewards": [Attribute.from_rewards(first - 0.5)],
+        "two goals": [Attribute.from_weights(first), Attribute.from_rewards(second - 0.5)],
+        "required text": [text & Attribute.from_weights(second)],
+    }
+    return [Goal(Lookahead(hmm, attribute, horizon), 2.0) for attribute in attributes[kind]]
