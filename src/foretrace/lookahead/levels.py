@@ -24,7 +24,7 @@ DEFAULT_LEVEL = "medium"
 MIN_STRENGTH, MAX_STRENGTH = 0.01, 100.0
 START = 2.0  # the first strength to try
 TOLERANCE = 0.05  # of the price, relative
-MAX_EVALUATIONS = 8  # per level
+MAX_EVALUATIONS = 10  # per level; four in the mean
 MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
 # Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
 # proportional to the square of the strength.
