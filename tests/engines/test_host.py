@@ -58,6 +58,21 @@ def test_the_price_is_reported() -> None:
     assert seen == pytest.approx([float(price)], abs=1e-5)
 
 
+def test_another_prompt_begins_another_text() -> None:
+    goals = goals_of("rewards", MODEL, NEW)
+    processor, scores = HostProcessor(goals, max_new_tokens=NEW), np.zeros(VOCAB, dtype=np.float32)
+    processor(np.array([3, 4]), scores)
+    expected = HostProcessor(goals, max_new_tokens=NEW)(np.array([5, 6, 7]), scores)
+    assert (processor(np.array([5, 6, 7]), scores) == expected).all()
+
+
+def test_goals_of_two_hmms_are_refused() -> None:
+    other = HMM.random(4, VOCAB, eos_token_id=0, seed=1)
+    goals = [*goals_of("product", MODEL, NEW), *goals_of("product", other, NEW)]
+    with pytest.raises(InvalidInputError, match="same HMM object"):
+        HostProcessor(goals, max_new_tokens=NEW)
+
+
 def test_no_goals_change_nothing() -> None:
     scores = np.arange(VOCAB, dtype=np.float32)
     assert (HostProcessor([], max_new_tokens=NEW)(np.array([3]), scores) == scores).all()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering.goal import common_hmm
 from foretrace.steering.merge_goals import merge_goals
 
 
@@ -15,7 +16,7 @@ class HostProcessor:
     """Steer one sequence after another, from its token ids and logits as numpy arrays.
 
     The token ids of the first call are the prompt, and so are those of the first call after
-    `begin`. llama-cpp-python takes an object of this class as it is.
+    `begin`, and of a call whose ids do not continue the prompt before.
 
     Args:
         goals: The goals. Several goals without a transform are one product, and have one lookahead
@@ -24,6 +25,9 @@ class HostProcessor:
         ends: Tokens that end a text, in addition to the HMM's.
         observe: Called at every step with the price of steering: the KL divergence of the steered
             from the bare next-token distribution in nats. By default, it is not computed.
+
+    Raises:
+        InvalidInputError: The goals have different HMMs, or cannot be merged.
 
     Example:
         >>> import numpy as np
@@ -45,10 +49,8 @@ class HostProcessor:
     ) -> None:
         self.goals, self.max_new_tokens, self.ends = merge_goals(goals), max_new_tokens, tuple(ends)
         self.observe = observe
-        self.tracker = None
-        if goals:
-            hmm = goals[0].lookahead.hmm
-            self.tracker = PrefixTracker(hmm, observe=None if observe is None else self._observe)
+        hmm, observe_row = common_hmm(goals), None if observe is None else self._observe
+        self.tracker = None if hmm is None else PrefixTracker(hmm, observe=observe_row)
         self.request: Request | None = None
 
     def begin(self) -> None:
@@ -74,7 +76,7 @@ class HostProcessor:
         if self.tracker is None:
             return logits
         ids = input_ids.tolist()
-        if self.request is None:
+        if self.request is None or tuple(ids[: len(self.request.prompt)]) != self.request.prompt:
             self.request = Request(self.goals, tuple(ids), self.max_new_tokens, ends=self.ends)
         self.tracker.step([self.request], [ids[len(self.request.prompt) :]])
         steering = self.tracker.steering

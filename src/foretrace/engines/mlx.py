@@ -18,12 +18,13 @@ def logits_processor(
     """Return a logits processor for one text of MLX-LM.
 
     Pass it to `mlx_lm.generate(..., logits_processors=[processor])`. The HMM stays with torch, on
-    the CPU: every token's logits are copied, which is cheap where memory is shared.
+    the CPU: every token's logits are copied, which is cheap where memory is shared. A `draft_model`
+    is not supported: MLX-LM does not pass the prompt to processors then.
 
     Args:
         goals: The goals, as for `HostProcessor`.
         max_new_tokens: The `max_tokens` of MLX-LM.
-        ends: Tokens that end a text, in addition to the HMM's.
+        ends: Tokens that end a text, in addition to the HMM's: `tokenizer.eos_token_ids`.
     """
     import mlx.core as mx
 

@@ -6,6 +6,7 @@ from typing import Self
 
 from foretrace.attribute import LogitAffine
 from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
 from foretrace.lookahead.levels import DEFAULT_LEVEL, strength_of
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering.window import Marker, Window, require_window
@@ -91,6 +92,21 @@ class Goal:
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the goal itself: it does not change, and its tables are large."""
         return self
+
+
+def common_hmm(goals: Iterable[Goal]) -> HMM | None:
+    """Return the HMM of all goals; None if there is no goal.
+
+    Raises:
+        InvalidInputError: If they have several.
+    """
+    hmms = {id(goal.lookahead.hmm): goal.lookahead.hmm for goal in goals}
+    if len(hmms) > 1:
+        raise InvalidInputError(
+            "All goals of a batch must use the same HMM object. Load it once, and create every "
+            "Lookahead with it."
+        )
+    return next(iter(hmms.values()), None)
 
 
 def common_window(goals: Iterable[Goal]) -> Window:

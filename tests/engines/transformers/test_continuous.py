@@ -78,7 +78,7 @@ def test_it_writes_what_generate_writes(model: Any, hmm: HMM, tiny_lm: Path) -> 
     names = [
         manager.add_request(prompt, goals=own) for prompt, own in zip(PROMPTS, goals, strict=True)
     ]
-    answers = [manager.get_result(name, timeout=120) for name in names]
+    answers = [next(manager.request_id_iter(name)) for name in names]
     manager.stop(block=True)
     assert [list(answer.generated_tokens) for answer in answers] == expected
 
@@ -94,11 +94,40 @@ def test_a_preempted_request_keeps_its_state(hmm: HMM) -> None:
         steering = ContinuousSteering(hmm)
         argument = steering.prepare_tensor_args([SimpleNamespace(state=one)])
         steered.append(steering(torch.zeros(2, VOCAB), argument))  # the second row is padding
-        assert steering.requests["a"].goals == tuple(goals)
-        assert steering.requests["a"].limit == NEW
+        _, request = steering.requests["a"]
+        assert request.goals == tuple(goals)
+        assert request.limit == NEW
     assert torch.equal(*steered)
     assert steered[0][0].any()
     assert not steered[0][1].any()
+
+
+def test_another_request_of_the_same_name_has_its_own_goals(hmm: HMM) -> None:
+    steering = ContinuousSteering(hmm)
+    for goals in goals_of(hmm)[:2]:
+        arguments = {"goals": goals}
+        state = RequestState("a", [5], max_new_tokens=NEW, logit_processor_kwargs=arguments)
+        steering.prepare_tensor_args([SimpleNamespace(state=state)])
+        assert steering.requests["a"][1].goals == tuple(goals)
+
+
+def test_goals_that_cannot_be_reached_are_refused_at_once(model: Any, hmm: HMM) -> None:
+    """In the thread of the caller: in that of the manager, it would end all requests."""
+    manager = manager_of(model)
+    steer_requests(manager, hmm)
+    required = goals_of(hmm)[6]
+    with pytest.raises(InvalidInputError, match="at most 1"):
+        manager.add_request([5], max_new_tokens=1, goals=required)
+    other = HMM.random(4, VOCAB, eos_token_id=0)
+    with pytest.raises(InvalidInputError, match="passed to steer_requests"):
+        manager.add_request([5], goals=goals_of(other)[0])
+    with pytest.raises(InvalidInputError, match="already"):
+        steer_requests(manager, hmm)
+
+
+def test_an_hmm_of_another_lm_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match="the LM has"):
+        steer_requests(manager_of(model), HMM.random(4, VOCAB + 1))
 
 
 def test_settings_that_hide_tokens_are_refused(model: Any, hmm: HMM) -> None:

@@ -85,18 +85,20 @@ class FakeRunner:
         upper = []
         for index in batch:
             text = self.texts[index]
-            drafts = self.draw(DRAFTS) if len(text) > PROMPT else []
+            prefill = int(self.prefill_len.np[index])
+            drafts = self.draw(DRAFTS) if len(text) > prefill else []
             drafts = drafts[: int(self.generator.integers(0, DRAFTS + 1))] if cut else drafts
             prefixes += [text + drafts[:depth] for depth in range(len(drafts) + 1)]
             requests += [index] * (len(drafts) + 1)
             depths += range(len(drafts) + 1)
             # With asynchronous scheduling, the host does not know how many drafts were accepted.
-            upper.append(PROMPT if len(text) == PROMPT else len(text) + DRAFTS)
+            slack = DRAFTS + int(self.generator.integers(0, 3))
+            upper.append(prefill if len(text) == prefill else len(text) + slack)
         context = SimpleNamespace(
             idx_mapping_np=np.array(batch),
             expanded_idx_mapping=torch.tensor(requests),
             expanded_local_pos=torch.tensor(depths),
-            seq_lens_upper_bound_np=np.array(upper),
+            seq_lens_upper_bound_np=np.array([*upper, 0]),  # padded, as for CUDA graphs
             input_ids=torch.tensor([prefix[-1] for prefix in prefixes], dtype=torch.int32),
             pos=torch.tensor([len(prefix) - 1 for prefix in prefixes]),
         )
@@ -140,11 +142,15 @@ def test_every_drafted_row_is_steered_as_its_text(seed: int, cut: bool) -> None:
         processor.apply_staged_writes()
         for batch in parts:
             context, prefixes = runner.step(batch, cut=cut)
-            steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
-            for row, index in enumerate(context.expanded_idx_mapping.tolist()):
-                request = processor.slots[index].request
-                torch.testing.assert_close(steered[row], _expected(request, prefixes[row]))
+            _assert_steered(processor, context, prefixes)
         runner.commit()
+
+
+def _assert_steered(processor: Any, context: Any, prefixes: list[list[int]]) -> None:
+    steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
+    for row, index in enumerate(context.expanded_idx_mapping.tolist()):
+        request = processor.slots[index].request
+        torch.testing.assert_close(steered[row], _expected(request, prefixes[row]))
 
 
 def _expected(request: Any, text: list[int]) -> torch.Tensor:
@@ -153,6 +159,40 @@ def _expected(request: Any, text: list[int]) -> torch.Tensor:
     reading = replace(request, prompt=tuple(text[:PROMPT]))
     steering.read_generated([0], [reading], [text[PROMPT:]])
     return steering.reweight_(torch.zeros(1, VOCAB_SIZE), [0])[0]
+
+
+def test_slots_of_other_requests_and_after_preemption_are_read_again() -> None:
+    runner = FakeRunner(0)
+    processor: Any = SteeringProcessor(_config(2), runner)
+    for index in (0, 1):
+        processor.add_request(index, _params(GOALS[index]))
+    for step in range(6):
+        if step == 2:  # another request in slot 0
+            runner.texts[0] = runner.draw(PROMPT)
+            processor.add_request(0, _params(GOALS[2]))
+        if step == 4:  # preempted: its text is filled in at once
+            runner.prefill_len.np[1] = len(runner.texts[1])
+            processor.add_request(1, _params(GOALS[1]))
+        runner.commit()
+        processor.apply_staged_writes()
+        context, prefixes = runner.step([0, 1])
+        _assert_steered(processor, context, prefixes)
+
+
+def test_drafts_that_are_not_set_are_no_error() -> None:
+    """vLLM marks them by -1, and rejects them; the row before is steered as always."""
+    runner = FakeRunner(0)
+    processor: Any = SteeringProcessor(_config(2), runner)
+    processor.add_request(0, _params(GOALS[0]))
+    for _ in range(2):
+        runner.commit()
+        processor.apply_staged_writes()
+        context, prefixes = runner.step([0])
+        context.input_ids[1:] = -1
+        steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
+        request = processor.slots[0].request
+        torch.testing.assert_close(steered[0], _expected(request, prefixes[0]))
+        runner.texts[0] = prefixes[0] + runner.draw(1)
 
 
 def test_runner_v1_refuses_drafts() -> None:

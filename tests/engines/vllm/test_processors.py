@@ -118,7 +118,7 @@ def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:
     tokens = processor.request_states.all_token_ids.gpu
     context = SimpleNamespace(
         idx_mapping_np=np.array(slots),
-        seq_lens_upper_bound_np=np.full(len(slots), length),
+        seq_lens_upper_bound_np=np.full(len(slots) + 1, length),  # padded, as for CUDA graphs
         input_ids=tokens[slots, length - 1],
     )
     processor.apply_staged_writes()

@@ -8,6 +8,7 @@ from transformers import LogitsProcessor
 
 from foretrace.errors import InvalidInputError
 from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.steering.goal import common_hmm
 from foretrace.steering.merge_goals import merge_goals
 from foretrace.steering.transfer import to_device
 
@@ -65,17 +66,10 @@ class SteeringProcessor(LogitsProcessor):
         self.prompt_mask = prompt_mask.bool().cpu()  # (prompts, T), False where padded
         goals_per_prompt = _goals_per_prompt(goals, len(prompt_mask))
         self.max_new_tokens, self.ends, self.observe = max_new_tokens, tuple(ends), observe
-        hmms = {
-            id(goal.lookahead.hmm): goal.lookahead.hmm for row in goals_per_prompt for goal in row
-        }
-        if len(hmms) > 1:
-            raise InvalidInputError(
-                "All goals of a batch must use the same HMM object. Load it once, and create "
-                "every Lookahead with it."
-            )
+        hmm = common_hmm(goal for row in goals_per_prompt for goal in row)
         self.goals = [merge_goals(row) for row in goals_per_prompt]
         observe_steered = None if observe is None else self._observe
-        self.tracker = PrefixTracker(*hmms.values(), observe=observe_steered) if hmms else None
+        self.tracker = None if hmm is None else PrefixTracker(hmm, observe=observe_steered)
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 

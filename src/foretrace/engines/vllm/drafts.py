@@ -1,8 +1,8 @@
 """States of requests under speculative decoding, for vLLM's model runner V2.
 
-A request has a row of logits for its last token and one for each drafted token after it. Each row
-has a state. Which drafts were accepted is known on the device alone: by the position of the next
-last token.
+A request has a row of logits for its last certain token and one for each drafted token after it.
+Each row has a state. Only the device knows how many drafts of a step were accepted: the position
+of the last certain token in the next step tells.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class SteeredRequest(NamedTuple):
 
 
 class _Depth(NamedTuple):
-    """The rows of a step with as many drafted tokens before them."""
+    """The rows of a step that follow the same number of drafted tokens."""
 
     numbers: list[int]  # the slot of each row in the steering
     counts: list[int]  # generated and drafted tokens of each at most
@@ -44,7 +44,7 @@ class _Depth(NamedTuple):
 
 
 class DraftedStates:
-    """Updates the states of all rows of a step without waiting for the device."""
+    """The states of all rows, one for each drafted token of a request."""
 
     def __init__(self, core: SteeringCore, num_drafts: int, num_requests: int) -> None:
         """Create the states.
@@ -124,10 +124,10 @@ def rows_of_requests(
         num_rows: The number of rows of the logits.
         width: One more than the drafted tokens of a request at most.
     """
-    lengths = context.seq_lens_upper_bound_np.tolist()
+    lengths = context.seq_lens_upper_bound_np.tolist()  # padded where vLLM uses CUDA graphs
     counts = [
         width if length > prefill else 1
-        for length, prefill in zip(lengths, prefill_lengths, strict=True)
+        for length, prefill in zip(lengths, prefill_lengths, strict=False)
     ]
     if sum(counts) != num_rows:
         rows_by_request = Counter(context.expanded_idx_mapping.tolist())

@@ -78,7 +78,9 @@ class SteeringProcessorV2(LogitsProcessor):  # type: ignore[misc]
         """Return the steered requests of a step; append the rows of those that have failed."""
         batch = context.idx_mapping_np.tolist()
         self.present.update(batch)
-        lengths = context.seq_lens_upper_bound_np.tolist()
+        if not any(index in self.slots for index in batch):
+            return []
+        lengths = context.seq_lens_upper_bound_np[: len(batch)].tolist()
         prefilled = [self._prefill_length(index) for index in batch]
         rows = rows_of_requests(context, prefilled, num_rows, self.width)
         steered = []
@@ -114,7 +116,8 @@ class SteeringProcessorV2(LogitsProcessor):  # type: ignore[misc]
     ) -> list[int | None]:
         """Update the states of this step's rows; return the slot number of each row.
 
-        Nothing waits for the device, unless a request returns after it has waited.
+        Nothing waits for the device, unless a request returns after it has waited, or vLLM has cut
+        drafts.
         """
         if self.drafted is not None:
             new = [one for one in requests if one.slot.num_generated is None]
