@@ -24,9 +24,8 @@ def dense_hmm(vocab: int) -> HMM:
 def sparse_emission(vocab: int, density: float, num_states: int = STATES) -> SparseEmission:
     """Build a sparse emission with `density` of the entries, equally many for each token."""
     per_token = max(1, round(density * num_states))
-    bounds = (
-        torch.arange(per_token + 1) * num_states // per_token
-    )  # one random state from each range
+    # One random state from each range.
+    bounds = torch.arange(per_token + 1) * num_states // per_token
     states = bounds[:-1] + (torch.rand(vocab, per_token) * bounds.diff()).long()
     return SparseEmission(
         offsets=torch.arange(0, vocab * per_token + 1, per_token),

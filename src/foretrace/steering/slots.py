@@ -128,17 +128,19 @@ class SlotSteering:
             self._plans.clear()  # nothing holds the tables of requests that are finished
         self._counts = {slot: n for slot, n in self._counts.items() if slot in requests}
 
-    def copy_(self, slots: Sequence[int], sources: Tensor, counts: Sequence[int]) -> None:
+    def copy_(self, slots: Sequence[int], distance: Tensor | int, counts: Sequence[int]) -> None:
         """Let slots take the state of others.
 
         Args:
             slots: The slots to write.
-            sources: The slot that each takes its state from, (slots,), on the HMM's device.
+            distance: Slot i takes the state of slot i + distance. One number for all slots, or one
+                for each, (slots,), on the HMM's device.
             counts: The number of generated tokens of each at most: it need not be known exactly.
         """
         self._counts.update(zip(slots, counts, strict=True))
         self._reserve(slots)
-        self.state.copy_(to_device(slots, self.hmm.device), sources)
+        index = to_device(slots, self.hmm.device)
+        self.state.copy_(index, index + distance)
 
     def reweight_(self, logits: Tensor, rows: Sequence[int | None]) -> Tensor:
         """Add the log-factors of the rows' goals to the language model's logits, in place.

@@ -73,11 +73,12 @@ class DraftedStates:
         numbers: list[int | None] = [None] * num_rows
         for depth, part in enumerate(self._depths(requests)):
             rows = to_device(part.rows, device)
-            sources, moved = to_device(part.numbers, device) - 1, None
+            # The state after the draft before, or after the accepted drafts of the last step.
+            distance: Tensor | int = -1
+            moved = None
             if depth == 0:
-                accepted, moved = self._accepted(requests, context.pos[rows].long())
-                sources = sources + 1 + accepted
-            steering.copy_(part.numbers, sources, part.counts)
+                distance, moved = self._accepted(requests, context.pos[rows].long())
+            steering.copy_(part.numbers, distance, part.counts)
             steering.advance(part.numbers, tokens[rows], moved)
             for row, number in zip(part.rows, part.numbers, strict=True):
                 numbers[row] = number
