@@ -41,7 +41,7 @@ def main() -> None:
     _table("1,024 states", hmm, report, goal=None)
     if not arguments.quick:
         config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
-        large: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        large: Any = GPT2LMHeadModel(config)
         large.eval()
         dense = dense_hmm(config.vocab_size)
         emission = sparse_emission(config.vocab_size, density=0.01)

@@ -25,7 +25,7 @@ def write_tiny_classifier(folder: Path, labels: Sequence[str]) -> Path:
         label2id={label: index for index, label in enumerate(labels)},
     )
     torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer = word_tokenizer(model_max_length=MAX_LENGTH, pad_token=WORDS[0])
     tokenizer.save_pretrained(folder)
     return folder

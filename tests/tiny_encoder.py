@@ -21,7 +21,7 @@ def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
         intermediate_size=32,
     )
     bert = folder.with_name(f"{folder.name}-bert")
-    BertModel(config).save_pretrained(bert)  # type: ignore[no-untyped-call]
+    BertModel(config).save_pretrained(bert)
     word_tokenizer(words, pad_token=WORDS[0]).save_pretrained(bert)
     SentenceTransformer(modules=[Transformer(str(bert)), Pooling(16)]).save(str(folder))
     return folder

@@ -29,9 +29,7 @@ def word_tokenizer(
         WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="w0")
     )
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=words, eos_token=WORDS[0], **options
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], **options)
 
 
 def chat_tokenizer() -> "PreTrainedTokenizerFast":
@@ -62,7 +60,7 @@ def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast"
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=WORDS[0],
         chat_template=CHAT_TEMPLATE.replace("END", WORDS[0]),
@@ -84,7 +82,7 @@ def tiny_model(tokenizer: "PreTrainedTokenizerFast", *, heads: int = 2) -> "Llam
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)  # so that next tokens differ in likelihood
     return model
 

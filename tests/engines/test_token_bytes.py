@@ -21,7 +21,7 @@ SPECIAL = ["<end>"]
 
 
 def made(tokenizer: Tokenizer) -> Any:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def byte_level() -> Any:

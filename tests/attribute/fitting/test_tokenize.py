@@ -16,9 +16,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, "w"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, eos_token="<|end|>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
 def metaspace() -> PreTrainedTokenizerFast:
@@ -29,9 +27,7 @@ def metaspace() -> PreTrainedTokenizerFast:
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, eos_token="<|end|>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
 def test_a_space_is_added_if_the_tokenizer_marks_words_by_spaces() -> None:

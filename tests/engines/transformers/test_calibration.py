@@ -31,7 +31,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10]]
 @pytest.fixture(scope="module")
 def model(tiny_lm: Path) -> PreTrainedModel:
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_lm)
-    loaded.eval()  # type: ignore[no-untyped-call]
+    loaded.eval()
     return loaded
 
 
