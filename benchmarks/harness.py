@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Report:
         if at_least is not None:
             goal, holds = f">= {at_least:g}", value >= at_least
         self.rows.append(Row(name, value, unit, goal, holds, interval))
+        print(f"{name}: {value:.4g} {unit}", file=sys.stderr, flush=True)  # progress of long runs
 
     def publish(self, json_file: Path | None) -> None:
         """Print the table, and write the rows as JSON if there is a file."""

@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foretrace as ft
 from foretrace._tabular import read_rows
+from foretrace.attribute import tokenize
 from foretrace.engines.transformers import calibration, encode_prompts
 from foretrace.engines.transformers.sampler import Sampler
+from foretrace.vocabulary import tokenizer_settings
 from harness import Report, options
 from retrospect import retrospect, text_logits
 from smollm2 import find_smollm2
@@ -34,7 +36,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("nontoxic", "positive", "negative", "political", "business")
 END = [0]
 BLOCK = 32  # tokens
-TODAYS_BEST = "paper transform (20, -63), 3 tokens"
+PAPER = "paper transform (20, -63), 3 tokens"
 
 
 def main() -> None:
@@ -55,7 +57,8 @@ def main() -> None:
     for name in NAMES[:1] if args.quick else NAMES:
         _calibrate(store[name], hmm, runs, {"medium": 0.06} if args.quick else None, report)
     count, length = (2, 64) if args.quick else (50, 256)
-    _drift(lm, hmm, store["nontoxic"], prompts[:count], length, report)
+    product = None if args.quick else _product(tokenizer)
+    _drift(lm, hmm, store["nontoxic"], product, prompts[:count], length, report)
     report.publish(args.json)
 
 
@@ -67,6 +70,20 @@ def _prompts(tokenizer: Any, lm: Any, hmm: ft.HMM, count: int) -> list[list[int]
         return encode_prompts(tokenizer, [row["prompt"] for row in rows[1000 : 1000 + count]])
     start = calibration.start_token(tokenizer, hmm)
     return calibration.write_openings(lm, start, ends=END, count=count)
+
+
+def _product(tokenizer: Any) -> ft.Attribute | None:
+    """Fit the product of token weights that the paper's transform suits; None without data."""
+    if not (data := os.environ.get("FORETRACE_DATA")):
+        return None
+    rows = read_rows(Path(data) / "detox" / "train.jsonl.xz", ["text", "toxicity"])
+    windows = tokenize([row["text"] for row in rows], tokenizer, 128)
+    scores = [1 - rows[text]["toxicity"] for text in windows.texts]
+    config = ft.FitConfig(objective="cross-entropy", transform=ft.LogitAffine(10.0, -10.0))
+    settings = tokenizer_settings(tokenizer.get_vocab())
+    return ft.Attribute.fit(
+        windows.token_ids, scores, config=config, groups=windows.texts, **settings
+    )
 
 
 def _calibrate(
@@ -94,21 +111,21 @@ def _drift(
     lm: Any,
     hmm: ft.HMM,
     attribute: ft.Attribute,
+    product: ft.Attribute | None,
     prompts: Sequence[Sequence[int]],
     length: int,
     report: Report,
 ) -> None:
     """Compare the first and the last tokens of long texts."""
-    lookahead = ft.Lookahead(hmm, attribute, length)
-    transform = ft.LogitAffine(20.0, -63.0)
-    goals = {
-        "medium": ft.Goal(lookahead),
-        TODAYS_BEST: ft.Goal(ft.Lookahead(hmm, attribute, 3), transform=transform),
-    }
+    goals = {"medium": ft.Goal(ft.Lookahead(hmm, attribute, length))}
+    if product is not None:
+        transform = ft.LogitAffine(20.0, -63.0)
+        goals[PAPER] = ft.Goal(ft.Lookahead(hmm, product, 3), transform=transform)
     torch.manual_seed(0)
     sampler = Sampler(lm, ends=[], max_new_tokens=length, top_p=0.9)
     bare = [row[0].tokens for row in sampler.draw(prompts, 1)]
     bare_nats = [_by_block(nats) for nats in _nats(lm, prompts, bare)]
+    report.add("bare: 4-grams that occurred before in the text", _repetition(bare), "")
     for name, goal in goals.items():
         scored = [
             _by_block(retrospect(lm, [goal], prompt, text, END)[:, 0])
@@ -130,11 +147,19 @@ def _drift(
         limit = 0.1 if name == "medium" else None
         report.add(f"{name}: perplexity of the last {BLOCK} tokens / bare", ratios[-1], "")
         report.add(f"{name}: largest change of a block's perplexity", worst, "", at_most=limit)
+        repeated = _repetition(steered)
+        report.add(f"{name}: 4-grams that occurred before in the text", repeated, "")
 
 
 def _by_block(values: Tensor) -> list[float]:
     """Return the mean of every block of tokens."""
     return [float(block.mean()) for block in torch.split(values, BLOCK)]
+
+
+def _repetition(texts: Sequence[list[int]], n: int = 4) -> float:
+    """Return the share of n-grams of tokens that occurred before in the same text."""
+    ngrams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
+    return 1 - sum(len(set(row)) for row in ngrams) / sum(map(len, ngrams))
 
 
 def _nats(lm: Any, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> list[Tensor]:

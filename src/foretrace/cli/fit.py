@@ -76,7 +76,7 @@ def fit(
         typer.Option(
             help="cross-entropy: a product of weights, for what a text must avoid; log-mse: the "
             "paper's; evidence: log-odds, for what speaks for and against; auto: cross-entropy or "
-            "evidence, whichever ranks held-out texts better."
+            "evidence, by their ranks of held-out texts."
         ),
     ] = Objective.auto,
     terms: Annotated[int, typer.Option(help="Maximum number of terms in the mixture.")] = 1,

@@ -146,6 +146,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
         attribute.name,
         strength,
         level,
+        extra={"attribute": attribute.name},
     )
     return strength
 

@@ -9,7 +9,7 @@ from scipy.optimize import check_grad
 from scipy.sparse import csr_array
 
 from foretrace.attribute import Attribute, FitConfig, LogitAffine
-from foretrace.attribute.fitting import objectives, products
+from foretrace.attribute.fitting import fit, objectives, products
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.objectives import Array
 from foretrace.errors import InvalidInputError
@@ -88,7 +88,7 @@ def test_rare_tokens_get_no_extreme_weight() -> None:
     rare = VOCAB  # in two texts without the attribute
     texts += [[rare, 5], [rare, 6]]
     scores += [0.0, 0.0]
-    config = FitConfig(transform=LogitAffine())
+    config = FitConfig(objective="cross-entropy", transform=LogitAffine())
     fitted = Attribute.fit(texts, scores, vocab_size=VOCAB + 1, config=config)
     assert 0.2 < float(fitted.probability([[rare]])[0]) < 0.6
     once = Attribute.fit(texts[:-1], scores[:-1], vocab_size=VOCAB + 1, config=config)
@@ -116,7 +116,10 @@ def test_the_transform_is_chosen_on_validation_texts(
     monkeypatch.setattr(products, "TRANSFORMS", transforms)
     texts, scores = scored_texts(300, 1)
     validation = (texts, [1 - score for score in scores] if inverted else scores)
-    fitted = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB, validation=validation)
+    config = FitConfig(objective="cross-entropy")
+    fitted = Attribute.fit(
+        *scored_texts(1000), vocab_size=VOCAB, validation=validation, config=config
+    )
     assert fitted.config.fit["transform"] == {"scale": expected.scale, "shift": expected.shift}
     assert fitted.config.fit["transform_chosen"]
 
@@ -187,17 +190,23 @@ def balanced_texts() -> tuple[list[list[int]], list[float]]:
     return texts, (1 / (1 + np.exp(-log_odds))).tolist()
 
 
-def test_auto_chooses_evidence_only_where_it_ranks_clearly_better() -> None:
-    record = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB).config.fit
-    assert record["objective"] == "cross-entropy"
-    assert record["auc"] == record["auc_product"] > record["auc_evidence"] - products.MIN_AUC_GAIN
-    assert record["reason"].startswith("Chose a product: its AUC on held-out texts is")
+def test_auto_chooses_evidence_unless_a_product_ranks_clearly_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attribute = Attribute.fit(*balanced_texts(), vocab_size=VOCAB)
     record = attribute.config.fit
     assert record["objective"] == "evidence"
     assert record["auc"] == record["auc_evidence"] > record["auc_product"] + products.MIN_AUC_GAIN
     assert record["reason"].startswith("Chose evidence: its AUC on held-out texts is")
     assert len(attribute.evidence) == 1
+    record = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB).config.fit
+    assert record["objective"] == "evidence"  # both are about equal
+    gain = record["auc_product"] - record["auc_evidence"]
+    monkeypatch.setattr(fit, "MIN_AUC_GAIN", gain - 1e-6)
+    record = Attribute.fit(*scored_texts(1000), vocab_size=VOCAB).config.fit
+    assert record["objective"] == "cross-entropy"
+    assert record["auc"] == record["auc_product"]
+    assert record["reason"].startswith("Chose a product: its AUC on held-out texts is")
 
 
 @pytest.mark.parametrize("settings", [{"by_absence": True}, {"terms": 2}])

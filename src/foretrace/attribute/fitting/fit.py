@@ -33,7 +33,10 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
     if reason := _product_only(config):
         return _with_facts(product, reason=reason)
     evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
-    use_evidence = (evidence.auc or 0.0) > (product.auc or 0.0) + MIN_AUC_GAIN
+    use_evidence = False
+    if product.auc is not None and evidence.auc is not None:
+        # At equal AUC, evidence: products at the same price make long texts repeat themselves.
+        use_evidence = product.auc <= evidence.auc + MIN_AUC_GAIN
     return _with_facts(
         evidence if use_evidence else product,
         auc_product=product.auc,
@@ -119,11 +122,11 @@ def _reason(product: float | None, evidence: float | None, use_evidence: bool) -
     if use_evidence:
         return (
             f"Chose evidence: its AUC on held-out texts is {evidence:.3f}, that of a product "
-            f"{product:.3f}."
+            f"{product:.3f}, which must be better by {MIN_AUC_GAIN}."
         )
     return (
         f"Chose a product: its AUC on held-out texts is {product:.3f}, that of evidence "
-        f"{evidence:.3f}, which must be better by {MIN_AUC_GAIN}."
+        f"{evidence:.3f}."
     )
 
 
