@@ -89,7 +89,7 @@ def one_step(counts: Counts, e_step: EStep, texts: Tensor, step: float) -> None:
 
 def plain_em(start: HMM) -> tuple[Counts, EStep]:
     """Set up EM without pseudocounts."""
-    counts = Counts.from_hmm(start, LENGTH, pseudocount=0.0, eos_token_id=None)
+    counts = Counts.from_hmm(start, LENGTH, pseudocount=0.0)
     return counts, EStep(start.num_states, LENGTH, torch.float32, counts.initial)
 
 

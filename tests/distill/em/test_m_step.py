@@ -14,7 +14,7 @@ STATES, VOCAB = 5, 30
 
 def start(eos: int | None = None) -> Counts:
     hmm = HMM.random(STATES, VOCAB, eos_token_id=eos, seed=0, dtype=torch.float64)
-    return Counts.from_hmm(hmm, 10, pseudocount=1e-3, eos_token_id=eos)
+    return Counts.from_hmm(hmm, 10, pseudocount=1e-3, ends=hmm.config.eos_token_ids)
 
 
 def random_batch(seed: int) -> tuple[torch.Tensor, BatchCounts]:
@@ -42,6 +42,21 @@ def test_lazy_decay_equals_decay() -> None:
         torch.testing.assert_close(lazy.total, emission.sum(0), rtol=1e-9, atol=0)
     assert folds >= 2
     assert m_step.SMALLEST_FACTOR <= lazy.factor <= 1
+
+
+def test_counts_can_have_other_ends_than_the_hmm() -> None:
+    """The counts reproduce the HMM, but for the tokens that end texts now."""
+    hmm = HMM.random(STATES, VOCAB, eos_token_id=0, seed=0, dtype=torch.float64)
+    counts = Counts.from_hmm(hmm, 10, pseudocount=0.0, ends=(7, 0))
+    _, transition, emission = dense_tables(hmm)
+    emission[7, :-1] = 0.0
+    emission[:, -1] = 0.0
+    emission[7, -1] = 1.0
+    parameters = counts.parameters(torch.arange(1, VOCAB))
+    torch.testing.assert_close(parameters.rows, (emission / emission.sum(0))[1:])
+    torch.testing.assert_close(parameters.transition, transition)
+    trained = counts.to_hmm(HMMConfig(eos_token_ids=(7, 0)))
+    assert (dense_tables(trained)[2][[0, 7], :-1] == 0).all()
 
 
 def test_rows_of_a_batch_equal_rows_of_the_hmm() -> None:

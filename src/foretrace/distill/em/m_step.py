@@ -5,7 +5,7 @@ the rows of tokens in the batch change; all others shrink by a common factor. Th
 separately, so that the cost of a step does not grow with the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,9 +42,13 @@ class Counts:
 
     @classmethod
     def from_hmm(
-        cls, hmm: HMM, length: int, *, pseudocount: float, eos_token_id: int | None
+        cls, hmm: HMM, length: int, *, pseudocount: float, ends: Sequence[int] = ()
     ) -> Self:
-        """Build counts that reproduce an HMM, as if every state had been visited equally often."""
+        """Build counts that reproduce an HMM, as if every state had been visited equally often.
+
+        The ends of texts may differ from the HMM's, as those of chats do: only the last state emits
+        them then.
+        """
         states, vocab = hmm.num_states, hmm.vocab_size
         visits = length / states
         identity = torch.eye(states, dtype=hmm.initial.dtype, device=hmm.device)
@@ -52,14 +56,15 @@ class Counts:
         step = max(1, CHUNK_ELEMENTS // states)
         for tokens in torch.split(torch.arange(vocab, device=hmm.device), step):
             emission[tokens] = hmm.emission.rows(tokens) * visits
+        emission[list(ends), :-1] = 0.0
         return cls(
             initial=hmm.initial.clone(),
             transition=hmm.transition.predict(identity) * visits,
             emission=emission,
-            total=torch.full_like(hmm.initial, visits),
+            total=emission.sum(0),
             pseudocount=pseudocount,
-            eos_token_id=eos_token_id,
-            other_ends=() if eos_token_id is None else hmm.config.eos_token_ids[1:],
+            eos_token_id=ends[0] if ends else None,
+            other_ends=tuple(ends[1:]),
         )
 
     @property

@@ -108,7 +108,7 @@ class _Run:
             start,
             corpus.manifest.length,
             pseudocount=config.pseudocount / self.rows,
-            eos_token_id=self.eos,
+            ends=corpus.manifest.eos_token_ids,
         )
         self.e_step = EStep(
             start.num_states, corpus.manifest.length, DTYPES[config.dtype], self.counts.initial
@@ -229,7 +229,7 @@ class _Run:
             facts |= {f"{name}_log_likelihood": v for name, v in asdict(self.baselines).items()}
         manifest = self.corpus.manifest
         config = HMMConfig(
-            eos_token_ids=start_config.eos_token_ids,
+            eos_token_ids=manifest.eos_token_ids,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             source_model=manifest.source_model,
             distillation={**start_config.distillation, **manifest.sampling, **facts},
@@ -257,11 +257,11 @@ def _require_compatible(start: HMM, corpus: Corpus) -> int | None:
     require_same_fingerprint(
         "The starting HMM", start.config.tokenizer_fingerprint, manifest.tokenizer_fingerprint
     )
-    if manifest.eos_token_ids != start.config.eos_token_ids:
+    if bool(manifest.eos_token_ids) != bool(start.config.eos_token_ids):
         raise InvalidInputError(
             f"The end-of-text tokens of the corpus are {list(manifest.eos_token_ids)}, and those "
-            f"of the HMM are {list(start.config.eos_token_ids)}. Start from an HMM with the same "
-            f"ends of text."
+            f"of the HMM are {list(start.config.eos_token_ids)}. Both must have some, because the "
+            f"HMM's last state stands for the end of a text, or neither."
         )
     return manifest.eos_token_id
 
