@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foretrace import _io
 from foretrace.attribute import Attribute
+from foretrace.engines.prompts import Goals
 from foretrace.engines.transformers import decode_after, encode_prompts
 from foretrace.engines.transformers.sampler import Drawn, Sampler
 from foretrace.errors import InvalidFileError
+from foretrace.evaluate.plugin import NO_PLUGIN, LogitsProcessor, Plugin, Prompts
 from foretrace.steering import Goal
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of generation: steering, an instruction, or the best of several candidates.
+    """A method of generation: steering, an instruction, a selection, or a plug-in.
 
     Attributes:
         name: The name of the method.
@@ -58,6 +61,7 @@ class Method:
         prompts: The inputs of the LM, if they differ from the prompts: instructions.
         best_of: The number of candidates for each continuation.
         best_by: For each prompt, the attribute by which the best candidate is chosen.
+        plugin: A method from outside foretrace; it excludes goals.
 
     Example:
         >>> from foretrace.evaluate.generations import Method
@@ -71,6 +75,7 @@ class Method:
     prompts: Sequence[str] | None = None
     best_of: int = 1
     best_by: Sequence[Attribute] = ()
+    plugin: Plugin = NO_PLUGIN
 
 
 class Generation(NamedTuple):
@@ -217,11 +222,15 @@ class ContinuationGenerator:
         torch.manual_seed(_batch_seed(self.sampling.seed, indices[0]))
         encoded = self.encode(inputs)
         sampling = self.sampling
-        sampler = Sampler(self.lm, self.ends, sampling.max_new_tokens, sampling.top_p)
+        plugin = method.plugin
+        sampler = _PluginSampler(
+            plugin.model or self.lm, self.ends, sampling.max_new_tokens, sampling.top_p, plugin
+        )
         goals = [] if method.goals is None else [method.goals[index] for index in indices]
-        start = perf_counter()
-        drawn = sampler.draw(encoded, self.sampling.continuations * method.best_of, goals)
-        seconds = (perf_counter() - start) / len(inputs)
+        with plugin.active():
+            start = perf_counter()
+            drawn = sampler.draw(encoded, sampling.continuations * method.best_of, goals)
+            seconds = (perf_counter() - start) / len(inputs)
         generations = []
         for index, prompt_ids, candidates in zip(indices, encoded, drawn, strict=True):
             chosen = candidates
@@ -247,6 +256,18 @@ class ContinuationGenerator:
         ranks = (attribute.probability(texts) + nonblank.double()).view(-1, of)
         best = ranks.argmax(1).tolist()
         return [candidates[row * of + column] for row, column in enumerate(best)]
+
+
+@dataclass(frozen=True)
+class _PluginSampler(Sampler):
+    """A sampler whose logits a plug-in changes, if it has a processor, or else goals."""
+
+    plugin: Plugin = NO_PLUGIN
+
+    def processor(self, goals: Goals, prompts: Prompts, mask: Tensor) -> LogitsProcessor:
+        if self.plugin.processor is None:
+            return super().processor(goals, prompts, mask)
+        return self.plugin.processor(prompts)
 
 
 def encode_with_bos(

@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretrace import _io
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import linear_judge
+from foretrace.evaluate.external import import_function, is_function_name
 
 BATCH = 32
 MAX_FAILED_BATCHES = 5
@@ -99,9 +99,8 @@ def load_judge(
         True
     """
     source = os.fspath(source)
-    module, colon, function = source.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), function)):
-        return Judge(source, _import_function(module, function))
+    if is_function_name(source):
+        return Judge(source, import_function(source, "judge", "from texts to scores"))
     if (Path(source) / linear_judge.CONFIG).is_file():
         linear = linear_judge.LinearJudge.load(source, encoder=encoder)
         return Judge(f"{linear.identity} {label}", linear.scorer(label))
@@ -216,17 +215,6 @@ def _judge_batch(judge: Judge, texts: list[str]) -> tuple[list[Score], str | Non
 
 def _is_probability(score: Score) -> bool:
     return score is not None and 0 <= score <= 1  # false for NaN
-
-
-def _import_function(module: str, function: str) -> Callable[[list[str]], Sequence[Score]]:
-    try:
-        score: Callable[[list[str]], Sequence[Score]] = getattr(import_module(module), function)
-    except Exception as error:  # importing runs external code, which may raise anything
-        raise InvalidInputError(
-            f"The judge {module}:{function} cannot be imported ({reason(error)}). Pass a module "
-            f"that Python finds (see PYTHONPATH), and a function in it from texts to scores."
-        ) from error
-    return score
 
 
 def _load_pipeline(task: str, source: str, device: str) -> Any:

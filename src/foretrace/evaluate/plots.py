@@ -12,8 +12,13 @@ from foretrace.attribute import LogitAffine
 from foretrace.evaluate.fidelity import Fidelity
 
 
-def draw_trade_off(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Plot the first metric against perplexity; a line joins the methods of a curve."""
+def draw_trade_off(
+    results: Mapping[str, Any], path: str | os.PathLike[str], against: str = "perplexity"
+) -> None:
+    """Plot the first metric against another one; a line joins the methods of a curve.
+
+    Methods that do not have the other metric are left out.
+    """
     from matplotlib.figure import Figure
 
     methods = results["methods"]
@@ -22,11 +27,12 @@ def draw_trade_off(results: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     axes = figure.add_subplot()
     curves: dict[str, list[Mapping[str, Any]]] = {}
     for name, method in methods.items():
-        curves.setdefault(method["plan"]["curve"] or name, []).append(method["figures"])
+        if against in method["figures"]:
+            curves.setdefault(method["plan"]["curve"] or name, []).append(method["figures"])
     for curve, members in curves.items():
         values = [figures[metric] for figures in members]
         axes.errorbar(
-            [figures["perplexity"]["value"] for figures in members],
+            [figures[against]["value"] for figures in members],
             [y["value"] for y in values],
             yerr=[
                 [y["value"] - y["low"] for y in values],
@@ -38,7 +44,7 @@ def draw_trade_off(results: Mapping[str, Any], path: str | os.PathLike[str]) -> 
             linewidth=1,
             label=curve,
         )
-    axes.set_xlabel("perplexity")
+    axes.set_xlabel(against)
     axes.set_ylabel(metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,7 @@ from foretrace.evaluate.calibration import calibrate
 from foretrace.evaluate.generations import ContinuationGenerator, Generation, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
 from foretrace.evaluate.perplexity import token_nll
+from foretrace.evaluate.plugin import NO_PLUGIN, Plugin, load_plugin
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     attribute_identity,
@@ -37,7 +38,7 @@ from foretrace.evaluate.preparation import (
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
-from foretrace.evaluate.suite import METRICS, Suite
+from foretrace.evaluate.suite import METRICS, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.vocabulary import fingerprint
 
@@ -138,17 +139,27 @@ def evaluate(
     }
     runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), observe)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
+    plugins = _load_plugins(suite, chosen, lm, tokenizer)
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     identities = {"lm": runner.lm, "hmm": hmm.identity()}
     calibrated = calibrate(suite, chosen, builder, generator, data, out, identities, observe)
     methods = [
-        builder.method(name, suite.methods[name], calibrated.factor(name)) for name in chosen
+        replace(
+            builder.method(name, suite.methods[name], calibrated.factor(name)),
+            plugin=plugins.get(name, NO_PLUGIN),
+        )
+        for name in chosen
     ]
     hmm_identities = {None: identities["hmm"]} | {
         source: other.identity() for source, other in builder.other_hmms.items()
     }
     inputs = {
-        method.name: _method_inputs(method, hmm_identities[suite.methods[method.name].hmm], prompts)
+        method.name: _method_inputs(
+            method,
+            hmm_identities[suite.methods[method.name].hmm],
+            prompts,
+            _plugin_inputs(suite.methods[method.name], method.plugin),
+        )
         for method in methods
     }
     measured = {method.name: runner.measure(method, inputs[method.name]) for method in methods}
@@ -244,17 +255,52 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
     return [name for name in suite.methods if not methods or name in (*methods, suite.baseline)]
 
 
-def _method_inputs(method: Method, hmm: str, prompts: Sequence[str]) -> dict[str, Any]:
+def _load_plugins(
+    suite: Suite,
+    methods: Sequence[str],
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+) -> dict[str, Plugin]:
+    """Load the plug-ins of the methods that have one."""
+    plans = {name: suite.methods[name] for name in methods}
+    return {
+        name: load_plugin(plan.plugin, plan.options, lm, tokenizer)
+        for name, plan in plans.items()
+        if plan.plugin is not None
+    }
+
+
+def _plugin_inputs(plan: MethodPlan, plugin: Plugin) -> list[Any]:
+    """Return everything that identifies a plug-in; nothing for a method without one."""
+    if plan.plugin is None:
+        return []
+    model = None if plugin.model is None else lm_identity(plugin.model)
+    return [plan.plugin, dict(plan.options), plugin.identity, model]
+
+
+def _method_inputs(
+    method: Method, hmm: str, prompts: Sequence[str], plugin: Sequence[Any]
+) -> dict[str, Any]:
     """Return checksums of everything that a method's texts depend on, apart from sampling."""
     goals = [[goal_identity(goal) for goal in prompt_goals] for prompt_goals in method.goals or []]
     best_by = [attribute_identity(attribute) for attribute in method.best_by]
-    inputs = [goals, method.prompts or prompts, method.best_of, best_by]
+    inputs = [goals, method.prompts or prompts, method.best_of, best_by, *plugin]
     content = json.dumps(inputs, ensure_ascii=False).encode("utf-8", "surrogatepass")
     # Unsteered texts do not depend on the HMM, and are kept when it changes.
     return {
         "given": hashlib.sha256(content).hexdigest(),
         "hmm": hmm if method.goals else None,
     }
+
+
+def _has_price(plan: MethodPlan, plugin: Plugin) -> bool:
+    """Return whether a method's distribution is compared with that of the bare LM.
+
+    Those of an instruction, of a selection, and of a changed or another model are not.
+    """
+    if plan.best_of > 1 or plan.instruction is not None:
+        return False
+    return plan.plugin is None or plugin.has_price
 
 
 @dataclass(frozen=True)
@@ -328,8 +374,7 @@ class _Runner:
                 measurements[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
         losses = self._losses(name, texts)
         measurements["perplexity"] = metrics.perplexity(losses.texts)
-        if method.best_of == 1 and method.prompts is None:
-            # The distribution of an instruction or of a selection is not compared with the bare.
+        if _has_price(self.suite.methods[method.name], method.plugin):
             measurements["price"] = metrics.price(
                 [generation.prices for generation in generations],
                 [generation.tokens for generation in generations],

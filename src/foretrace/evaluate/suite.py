@@ -161,6 +161,8 @@ class MethodPlan:
             chat, the system message.
         best_of: The number of candidates for each continuation.
         best_by: The attribute expression by which the best candidate is chosen.
+        plugin: `module:function`, a method from outside foretrace. It excludes goals.
+        options: The options of the plug-in's function.
         curve: The name of the trade-off curve that the method is a point of.
     """
 
@@ -175,6 +177,8 @@ class MethodPlan:
     instruction: str | None = None
     best_of: int = 1
     best_by: str | None = None
+    plugin: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     curve: str | None = None
 
     @property
@@ -279,6 +283,7 @@ class Suite:
                 f"attribute), or neither."
             )
         _check_strength(name, method)
+        _check_plugin(name, method)
         if method.match_price is not None:
             other = self.methods.get(method.match_price)
             if other is None or not other.goals or other.match_price is not None:
@@ -309,6 +314,17 @@ def _check_strength(name: str, method: MethodPlan) -> None:
         raise InvalidInputError(
             f"The method '{name}' has the unknown level '{method.level}'. Choose one of "
             f"{', '.join(BUDGETS)}."
+        )
+
+
+def _check_plugin(name: str, method: MethodPlan) -> None:
+    if method.plugin is not None and method.goals:
+        raise InvalidInputError(
+            f"The method '{name}' has goals and a plug-in, which exclude each other. Keep one."
+        )
+    if method.options and method.plugin is None:
+        raise InvalidInputError(
+            f"The method '{name}' has options, but no plug-in. Set `plugin: module:function`."
         )
 
 
@@ -494,6 +510,7 @@ def _build_method(content: Any, where: str) -> MethodPlan:
             f"level and transform are keys of the method."
         )
     values["goals"] = tuple(goals)
+    values["options"] = _mapping(values.get("options") or {}, f"{where}: options")
     if values.get("strength") is not None:
         values["strength"] = _one_for_each(goals, values["strength"], where, _number)
     if values.get("transform") is not None:

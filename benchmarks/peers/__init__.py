@@ -1,0 +1,1 @@
+"""What people would use instead of foretrace, as plug-ins of `foretrace evaluate`."""

@@ -1,0 +1,105 @@
+"""Compare foretrace with other methods: train what they need, run the suites, write the page.
+
+Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a sentence-transformers
+model for the judges, and FORETRACE_RESULTS to the folder of all outputs. A run takes hours and
+resumes where it stopped. It writes docs/results/peers.md. With --quick, it trains on a few texts
+and runs one suite on a few prompts, in a temporary folder. Install first:
+
+    pip install -r benchmarks/peers/requirements-experts.txt
+    pip install --no-deps -r benchmarks/peers/requirements-control-vectors.txt
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
+
+from evaluation import EXAMPLE, ROOT, run_suite
+from foretrace.attribute import Attribute
+from foretrace.cli.progress import ProgressBars
+from foretrace.evaluate.suite import Suite, load_suite
+from foretrace.hmm import HMM
+from harness import options
+from peers.page import write_page
+from peers.parts import part
+from peers.sizes import Serving, Sizes, measure_sizes, serving_needs
+from peers.train import ATTRIBUTE, Workshop, list_made
+from smollm2 import find_smollm2
+
+BENCHMARKS = Path(__file__).parent.parent
+SUITES = ("detox-hard", "sentiment", "politics")
+PROMPTS = 100
+COMMAND = (
+    "export FORETRACE_DATA=data FORETRACE_RESULTS=results "
+    "FORETRACE_ENCODER=sentence-transformers/all-MiniLM-L6-v2\n"
+    "python benchmarks/peers/run.py"
+)
+
+
+def main() -> None:
+    """Run everything that is not done."""
+    arguments = options(__doc__)
+    lm, data = find_smollm2(), Path(os.environ["FORETRACE_DATA"])
+    hmm = Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
+    # The processes of `foretrace evaluate` import the plug-ins.
+    paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if not arguments.quick:
+        compare(SUITES, Workshop(lm, hmm, data), ROOT / "docs" / "results", PROMPTS)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["FORETRACE_RESULTS"] = scratch
+        workshop = Workshop(lm, hmm, data, most_texts=64, pairs=16)
+        page = compare(("sentiment",), workshop, Path(scratch), 2, "--continuations", 2)
+        print(page.read_text())
+
+
+def compare(
+    names: Sequence[str], workshop: Workshop, pages: Path, prompts: int, *more: object
+) -> Path:
+    """Train, run suites and write the page; return its path.
+
+    Args:
+        names: The suites.
+        workshop: Makes what the methods need.
+        pages: The folder of the page.
+        prompts: The number of prompts of each suite.
+        more: Further options of `foretrace evaluate`.
+    """
+    folder = Path(os.environ["FORETRACE_RESULTS"])
+    files = {name: Path(__file__).with_name(f"{name}.yaml") for name in names}
+    suites = {name: load_suite(file) for name, file in files.items()}
+    with ProgressBars(resumes=True) as bars:
+        for suite in suites.values():
+            workshop.make(suite, bars)
+    results = {
+        name: run_suite(
+            str(file), folder / "peers" / name, prompts, *more, judges=folder / "judges"
+        )
+        for name, file in files.items()
+    }
+    made = [one for suite in suites.values() for one in list_made(attribute_of(suite))]
+    sizes, needs = measure_serving(workshop, suites[names[0]])
+    return write_page(pages, COMMAND, results, made, sizes, needs)
+
+
+def measure_serving(workshop: Workshop, suite: Suite) -> tuple[Sizes, list[Serving]]:
+    """Measure the sizes of a suite's attribute, and compute the needs of many such attributes."""
+    lm, tokenizer = workshop.load_lm()
+    name, hmm = attribute_of(suite), HMM.from_pretrained(workshop.hmm)
+    sizes = measure_sizes(lm, workshop.hmm, hmm, Attribute.load(part(name, ATTRIBUTE)), name)
+    instruction = str(suite.methods["prompting"].instruction)
+    return sizes, serving_needs(sizes, len(tokenizer(instruction).input_ids))
+
+
+def attribute_of(suite: Suite) -> str:
+    """Return the name of the attribute that a suite steers toward."""
+    return next(iter(suite.attributes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Make what the methods need for an attribute: foretrace's attribute, the vector, the experts."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from foretrace.attribute import Attribute
+from foretrace.cli.model_loading import load_lm
+from foretrace.cli.progress import ProgressBars
+from foretrace.evaluate.preparation import fit_attributes
+from foretrace.evaluate.suite import Suite
+from foretrace.hmm import HMM
+from peers.control_vectors import NUM_PAIRS, VECTOR, train_vector
+from peers.experts import ANTI_EXPERT, EXPERT
+from peers.lora import train_adapter
+from peers.page import Made
+from peers.parts import inputs_identity, is_made, part, read_record, write_record
+from peers.sides import MOST_TEXTS, read_sides
+
+ATTRIBUTE, LEVELS = "attribute.safetensors", "levels.safetensors"
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The language model, the HMM and the data that attributes are made from."""
+
+    lm: Path
+    hmm: Path
+    data: Path
+    most_texts: int = MOST_TEXTS
+    pairs: int = NUM_PAIRS
+
+    def load_lm(self) -> tuple[Any, Any]:
+        """Load a new copy of the language model, and its tokenizer."""
+        return load_lm(str(self.lm), "auto", "auto")
+
+    def make(self, suite: Suite, bars: ProgressBars) -> None:
+        """Make all parts of a suite's attribute that are not there."""
+        name, plan = next(iter(suite.attributes.items()))
+        sides = read_sides(plan, self.data, self.most_texts)
+        lm, tokenizer = self.load_lm()
+        self._fit(suite, name, tokenizer)
+        self._find_levels(name)
+        train_vector(lm, tokenizer, sides, part(name, VECTOR), self.pairs)
+        bars.update(f"{name}: vector", 1, 1, "vectors")
+        ends = HMM.from_pretrained(self.hmm).config.eos_token_ids
+        for side, texts in zip((EXPERT, ANTI_EXPERT), sides, strict=True):
+            lm, tokenizer = self.load_lm()  # training changes it
+            stage, bos = f"{name}: {side}", ends[0] if ends else None
+            observe = partial(_observe_steps, bars, stage)
+            train_adapter(lm, tokenizer, texts, part(name, side), bos, observe)
+
+    def _fit(self, suite: Suite, name: str, tokenizer: Any) -> None:
+        """Fit foretrace's attribute."""
+        file = part(name, ATTRIBUTE)
+        rows = suite.attributes[name].rows(self.data)
+        inputs = inputs_identity([str(row) for row in rows], suite.attributes[name])
+        if is_made(file, inputs):
+            return
+        start = perf_counter()
+        fitted = fit_attributes(suite, self.data, part(name, "fit"), tokenizer)[name]
+        seconds = perf_counter() - start
+        fitted.save(file)
+        write_record(file, inputs, seconds, len(rows))
+
+    def _find_levels(self, name: str) -> None:
+        """Find the strengths of the attribute's levels by the command that users run."""
+        file = part(name, LEVELS)
+        inputs = inputs_identity([read_record(part(name, ATTRIBUTE))["inputs"]], "levels")
+        if is_made(file, inputs):
+            return
+        Attribute.load(part(name, ATTRIBUTE)).save(file)
+        options = [self.lm, "--hmm", self.hmm, "--attribute", file]
+        start = perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "foretrace", "calibrate", *map(str, options)], check=True
+        )
+        write_record(file, inputs, perf_counter() - start, 0)
+
+
+def _observe_steps(bars: ProgressBars, stage: str, done: int, total: int) -> None:
+    bars.update(stage, done, total, "steps")
+
+
+def list_made(name: str) -> list[Made]:
+    """List what it took to make an attribute by every method."""
+    records = {
+        key: read_record(part(name, key))
+        for key in (ATTRIBUTE, LEVELS, VECTOR, EXPERT, ANTI_EXPERT)
+    }
+    methods = {
+        "foretrace: fit": [ATTRIBUTE],
+        "foretrace: levels": [LEVELS],
+        "control vector": [VECTOR],
+        "fine-tuning": [EXPERT],
+        "DExperts": [EXPERT, ANTI_EXPERT],
+    }
+    return [
+        Made(
+            method,
+            name,
+            sum(records[key]["seconds"] for key in keys),
+            sum(records[key]["texts"] for key in keys),
+        )
+        for method, keys in methods.items()
+    ]
