@@ -9,11 +9,12 @@ priority, and ends when its standard input is closed.
 """
 
 import json
-import logging
+import logging.config
 import os
 import select
 import subprocess
 import sys
+from pathlib import Path
 from threading import Lock
 from time import perf_counter, process_time
 from typing import IO, TYPE_CHECKING, Any
@@ -104,6 +105,7 @@ def main() -> None:
     """Build tables for the requests on standard input until it is closed."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # output that libraries print goes to the log, not to the answers
+    _configure_logging()
     import torch
 
     from foretrace.engines.vllm import prometheus
@@ -120,6 +122,12 @@ def main() -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
+def _configure_logging() -> None:
+    """Apply the logging configuration that vLLM applies in the server's other processes."""
+    if path := os.environ.get("VLLM_LOGGING_CONFIG_PATH"):
+        logging.config.dictConfig(json.loads(Path(path).read_text("utf-8")))
+
+
 def _build(cache: "TableCache", params: dict[str, Any]) -> str | None:
     """Build the tables of a request; return why it is refused, if it is."""
     from foretrace.engines.vllm.params import parse
@@ -131,7 +139,7 @@ def _build(cache: "TableCache", params: dict[str, Any]) -> str | None:
     except ForetraceError as error:
         return str(error)
     except Exception:
-        logger.exception("Tables could not be built")
+        logger.exception("Tables could not be built", extra={"goal": params.get("goal")})
         return "The server could not build the tables of this goal; its log says why."
     return None
 

@@ -150,7 +150,12 @@ class SteeringCore:
 
     def fail(self, slot: Slot, reason: str, error: Exception | None = None) -> None:
         """Mark a slot as failed: its request ends with the next token."""
-        logger.error("A request cannot be steered, and is ended: %s", reason, exc_info=error)
+        logger.error(
+            "A request cannot be steered, and is ended: %s",
+            reason,
+            exc_info=error,
+            extra={"goal": (slot.params.extra_args or {}).get("goal")},
+        )
         prometheus.FAILED.inc()
         slot.failed = True
 

@@ -289,7 +289,9 @@ class TableCache:
         except KeyError:
             raise self._unknown(name) from None
         except InvalidFileError as error:
-            logger.error("The attribute '%s' is refused: %s", name, error)
+            logger.error(
+                "The attribute '%s' is refused: %s", name, error, extra={"attribute": name}
+            )
             raise InvalidInputError(
                 f"The attribute '{name}' cannot be used: its file is damaged, or of another LM."
             ) from error
