@@ -16,7 +16,7 @@ FREE = re.compile(
     re.IGNORECASE,
 )
 SELF = "foretrace"
-EXTRAS = frozenset({"transformers", "vllm", "mlx", "evaluate", "playground"})
+EXTRAS = frozenset({"transformers", "vllm", "mlx", "llama-cpp", "evaluate", "playground"})
 # Free of charge for use with the vendor's devices; torch installs them for such devices.
 VENDORS = re.compile(r"^(nvidia|cuda|triton)")
 

@@ -11,7 +11,13 @@ from hypothesis import settings as hypothesis_settings
 # attempt to reach it is repeated for seconds.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from smollm2 import UnavailableError, find_smollm2, has_fast_bfloat16, link_as_float32
+from smollm2 import (
+    UnavailableError,
+    find_gguf,
+    find_smollm2,
+    has_fast_bfloat16,
+    link_as_float32,
+)
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer, write_tiny_lm
 
 # Hypothesis' default deadline of 200 ms per example fails on a machine that others use. There are
@@ -65,3 +71,13 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if has_fast_bfloat16():
         return folder
     return link_as_float32(folder, tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The same LM as a GGUF file, for llama.cpp."""
+    pytest.importorskip("llama_cpp", reason="needs the extra `llama-cpp`")
+    try:
+        return find_gguf()
+    except UnavailableError as error:
+        pytest.skip(f"SmolLM2 is not available: {error}")

@@ -1,11 +1,11 @@
 """Run the commands and snippets of a page of the documentation, in order, in the current folder.
 
-    python -W error page_runner.py PAGE '{OLD: NEW, ...}'
+    python -W error page_runner.py PAGE '{OLD: NEW, ...}' [SECTION ...]
 
-Every OLD in the page is replaced by NEW, a smaller number for example. Commands of foretrace run
-in this process, because a new one spends seconds on imports. Servers run in processes of their own
-until the page ends. `pip install` is not run, but the extras must exist. Benchmarks need hours or
-data, so that only their `--help` runs.
+Every OLD in the page is replaced by NEW, a smaller number for example. Sections that are named are
+left out. Commands of foretrace run in this process, because a new one spends seconds on imports.
+Servers run in processes of their own until the page ends. `pip install` is not run, but the extras
+must exist. Benchmarks need hours or data, so that only their `--help` runs.
 """
 
 import json
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
@@ -32,19 +32,29 @@ PLAYGROUND = "foretrace playground"
 SERVERS = ("foretrace serve", PLAYGROUND, "python -m vllm")
 
 
-def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield language, file name and text of every code block."""
-    for _, language, title, text in BLOCK.findall(page.read_text("utf-8")):
+def sections(page: Path) -> list[str]:
+    """Return the headings of a page's sections."""
+    return re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE)
+
+
+def blocks(page: Path, without: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
+    """Yield language, file name and text of every code block, but not of the sections `without`."""
+    content = page.read_text("utf-8")
+    for section in without:
+        pattern = rf"^## {re.escape(section)}\n.*?(?=^## |\Z)"
+        content, found = re.subn(pattern, "", content, flags=re.DOTALL | re.MULTILINE)
+        assert found == 1, f"{page.name} has no section '{section}'"
+    for _, language, title, text in BLOCK.findall(content):
         yield language, title, text
 
 
-def run_page(page: Path, replacements: dict[str, str]) -> None:
-    """Run a page."""
+def run_page(page: Path, replacements: dict[str, str], without: Sequence[str] = ()) -> None:
+    """Run a page, but not the sections `without`."""
     names: dict[str, Any] = {"__name__": "__page__"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     sys.path.insert(0, str(Path.cwd()))  # for a judge that the page defines
     with ExitStack() as servers:
-        for language, title, text in blocks(page):
+        for language, title, text in blocks(page, without):
             for old, new in replacements.items():
                 text = text.replace(old, new)
             if title:
@@ -55,11 +65,13 @@ def run_page(page: Path, replacements: dict[str, str]) -> None:
                 run_commands(text, servers)
 
 
-def run_page_strictly(page: Path, folder: Path, replacements: dict[str, str]) -> None:
+def run_page_strictly(
+    page: Path, folder: Path, replacements: dict[str, str], without: Sequence[str] = ()
+) -> None:
     """Run a page in a folder; warnings are errors, as they are with `python -W error`."""
     os.chdir(folder)
     warnings.simplefilter("error")
-    run_page(page, replacements)
+    run_page(page, replacements, without)
 
 
 def run_commands(text: str, servers: ExitStack) -> None:
@@ -150,7 +162,7 @@ def require_extras(requirements: list[str]) -> None:
     """Check that a requirement is this project, with extras that it defines."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
     for requirement in requirements:
-        match = re.fullmatch(r"\.(?:\[([\w,]+)\])?", requirement)
+        match = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", requirement)
         if match is None:
             raise RuntimeError(f"pip install {requirement}: not this project")
         if unknown := set((match[1] or "").split(",")) - {"", *project["optional-dependencies"]}:
@@ -158,4 +170,4 @@ def require_extras(requirements: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_page(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    run_page(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

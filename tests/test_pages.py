@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
 
@@ -11,7 +12,7 @@ import pytest
 
 import forked
 from docs_folder import write_docs_folder
-from page_runner import PROJECT, blocks, run_page_strictly
+from page_runner import PROJECT, blocks, run_page_strictly, sections
 from smollm2 import has_fast_bfloat16
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
@@ -38,6 +39,9 @@ SMALLER = {  # the pages' own sizes take hours
     "--rollouts 64": "--rollouts 4",
 }
 SERVING = "docs/serving.md"  # needs vLLM
+ENGINES = "docs/how-to/engines.md"
+LLAMA_CPP = "llama.cpp"  # a section, which needs llama-cpp-python
+LEFT_OUT = {ENGINES: [LLAMA_CPP]}
 MAKE_HMM = {"docs/em.md", "docs/distill.md", "docs/tutorial.md"}  # these write my-hmm
 NEEDED = {
     "docs/tutorial.md": ["gradio"],
@@ -57,11 +61,13 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 TIMEOUT = 500  # seconds
 
 
-def run_fresh(page: str, folder: Path, replacements: dict[str, str]) -> str:
+def run_fresh(
+    page: str, folder: Path, replacements: dict[str, str], without: Sequence[str] = ()
+) -> str:
     """Run a page in a new Python process; return its standard output."""
-    runner = str(PROJECT / "tests" / "page_runner.py")
+    runner, arguments = str(PROJECT / "tests" / "page_runner.py"), json.dumps(replacements)
     done = subprocess.run(
-        [sys.executable, "-W", "error", runner, str(PROJECT / page), json.dumps(replacements)],
+        [sys.executable, "-W", "error", runner, str(PROJECT / page), arguments, *without],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -73,7 +79,9 @@ def run_fresh(page: str, folder: Path, replacements: dict[str, str]) -> str:
     return done.stdout
 
 
-def run_forked(page: str, folder: Path, replacements: dict[str, str]) -> None:
+def run_forked(
+    page: str, folder: Path, replacements: dict[str, str], without: Sequence[str] = ()
+) -> None:
     """Run a page in a process that starts with the imports done."""
     log = folder / "log"
     process = forked.start(
@@ -81,6 +89,7 @@ def run_forked(page: str, folder: Path, replacements: dict[str, str]) -> None:
         PROJECT / page,
         folder,
         replacements,
+        without,
         stdout=log,
         stderr=log,
         environment=ENVIRONMENT,
@@ -106,7 +115,7 @@ def test_a_page_runs(page: str, docs_folder: Path, tmp_path: Path) -> None:
         (folder / "my-hmm").rename(folder / "made-before")
         replacements = {**SMALLER, "examples/smollm2-135m": "made-before"}
     run = run_fresh if page in FRESH else run_forked
-    run(page, folder, replacements)
+    run(page, folder, replacements, LEFT_OUT.get(page, ()))
 
 
 @pytest.mark.slow
@@ -138,3 +147,19 @@ def test_the_page_on_serving_runs(tmp_path: Path) -> None:
     }
     printed = run_fresh(SERVING, tmp_path, replacements)
     assert '"finish_reason"' in printed
+
+
+@pytest.mark.llama_cpp
+def test_the_section_on_llama_cpp_runs(smollm2_gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(PROJECT / "examples")
+    (tmp_path / smollm2_gguf.name).symlink_to(smollm2_gguf)
+    size = "--states 1024 --sequences 102400"
+    replacements = {
+        size: "--states 8 --sequences 96 --length 8 --held-out 16 --epochs 1",
+        '"my-hmm"': '"examples/smollm2-135m"',
+        '"attributes"': '"examples/attributes"',
+    }
+    others = [section for section in sections(PROJECT / ENGINES) if section != LLAMA_CPP]
+    printed = run_fresh(ENGINES, tmp_path, replacements, others)
+    assert "nats per token" in printed
+    assert (tmp_path / "gguf-hmm" / "config.json").exists()

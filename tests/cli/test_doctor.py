@@ -22,7 +22,14 @@ def test_report_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> No
     assert "pytest" not in packages  # an extra for developers
     assert facts["enumeration"] < 1e-12
     assert facts["devices"][0].startswith("cpu: ")
-    assert set(facts["extras"]) == {"transformers", "vllm", "mlx", "evaluate", "playground"}
+    assert set(facts["extras"]) == {
+        "transformers",
+        "vllm",
+        "llama-cpp",
+        "mlx",
+        "evaluate",
+        "playground",
+    }
     text = report(capsys, as_json=False)
     assert "| torch | " in text
     assert "exact" in text

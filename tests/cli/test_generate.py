@@ -162,6 +162,7 @@ def test_required_text_joins_several_goals(
     assert row["probability"][2] == 1.0
 
 
+@pytest.mark.shows("transformers generate", "streaming")
 def test_streamed_text_equals_the_result(steered: list[str]) -> None:
     """Run in another process, as streaming prints to the real standard output."""
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]

@@ -16,6 +16,7 @@ VOCAB, NEW = 12, 5
 MODEL = HMM.random(4, VOCAB, eos_token_id=0)
 
 
+@pytest.mark.shows("host", "greedy", "constraints", "several goals")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_steers_as_transformers_does(kind: str) -> None:
     """One text after another, token by token, with more logits than the HMM has tokens."""

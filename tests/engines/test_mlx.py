@@ -28,6 +28,7 @@ def model(tiny_lm: Path) -> Any:
     return load(str(tiny_lm))[0]
 
 
+@pytest.mark.shows("MLX-LM", "greedy", "constraints", "several goals")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_the_reweighted_logits(model: Any, kind: str) -> None:
     goals = goals_of(kind, HMM.random(4, VOCAB, eos_token_id=0), NEW)

@@ -18,6 +18,7 @@ from foretrace.cli.hub import skip_retries_if_unreachable
 from foretrace.cli.model_loading import disable_transformers_progress
 from foretrace.cli.progress import ProgressBars
 from foretrace.cli.prompts import read_chats, read_prompts
+from foretrace.gguf import is_gguf
 
 if TYPE_CHECKING:
     from foretrace.distill import DistillConfig, LMConfig
@@ -58,7 +59,7 @@ def parse_count(argument: str | int) -> int:
 
 
 def distill(
-    model: Annotated[str, typer.Argument(help="A causal LM: a folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(help="A causal LM: a folder, a hub id, or a GGUF file.")],
     out: Annotated[Path, typer.Option(help="Output folder; run the same command again to resume.")],
     states: Annotated[int, typer.Option(help="Number of hidden states.")] = 4096,
     sequences: Annotated[
@@ -82,7 +83,7 @@ def distill(
         float, SamplingOption(help="Share of sequences that continue a prompt.")
     ] = 0.5,
     engine: Annotated[
-        Engine, SamplingOption(help="The engine that samples.")
+        Engine, SamplingOption(help="The engine that samples; for a GGUF file, it is llama.cpp.")
     ] = Engine.transformers,
     engine_options: Annotated[
         str, SamplingOption(help="JSON options for the engine: '{\"tensor_parallel_size\": 2}'.")
@@ -132,6 +133,8 @@ def distill(
         em=EMConfig(epochs=epochs, batch_size=batch_size, dtype=em_dtype.value, held_out=held_out),
         seed=seed,
     )
+    if is_gguf(model) and dtype != "auto":
+        raise typer.BadParameter("--dtype must be auto for a GGUF file, which has its own dtypes.")
     chosen_device = choose_device(device)
     lm = LMConfig(
         engine=engine.value,

@@ -9,14 +9,18 @@ import typer
 
 from foretrace.chat import Prompt, as_messages
 from foretrace.cli import goal_options
+from foretrace.cli.device import choose_device
+from foretrace.cli.llama_generator import LlamaGenerator, load_gguf_tokenizer
 from foretrace.cli.model_loading import load_lm
 from foretrace.cli.prompts import read_prompts
 from foretrace.cli.text_generator import Generation, TextGenerator
+from foretrace.gguf import is_gguf
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+Generator = TextGenerator | LlamaGenerator
 EPILOG = (
     "Example: foretrace generate my-lm --hmm my-hmm --goal 'nontoxic & ~formal' "
     "--prompt 'The other driver said' --compare"
@@ -24,7 +28,9 @@ EPILOG = (
 
 
 def generate(
-    model: goal_options.Model,
+    model: Annotated[
+        str, typer.Argument(help="The language model: a folder, a hub id, or a GGUF file.")
+    ],
     hmm: goal_options.HMMSource,
     goal: Annotated[list[str] | None, goal_options.GOAL] = None,
     must_contain: goal_options.MustContain = None,
@@ -76,8 +82,14 @@ def generate(
     if not texts:
         raise typer.BadParameter("Pass a prompt: --prompt TEXT, or --prompts FILE.")
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
-    lm, tokenizer = load_lm(model, dtype, device)
-    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    lm = None
+    if is_gguf(model):
+        _require_llama_options(batch_size, dtype)
+        tokenizer, hmm_device = load_gguf_tokenizer(model), choose_device(device)
+    else:
+        lm, tokenizer = load_lm(model, dtype, device)
+        hmm_device = str(lm.device)
+    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, hmm_device)
     goals = goal_options.load_goals(
         loaded_hmm,
         tokenizer,
@@ -90,17 +102,41 @@ def generate(
         after=after,
         window=window,
     )
-    sampling = goal_options.sampling_options(temperature, top_p)
-    generator = TextGenerator(lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens})
     prompt_list: list[Prompt] = list(texts)
     if chat or system is not None:
         prompt_list = [as_messages(text, system) for text in texts]
+    generator: Generator
+    if lm is None:
+        generator = LlamaGenerator.load(
+            model,
+            tokenizer,
+            goals,
+            prompt_list,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            device=device,
+        )
+    else:
+        sampling = goal_options.sampling_options(temperature, top_p)
+        options = sampling | {"max_new_tokens": max_new_tokens}
+        generator = TextGenerator(lm, tokenizer, goals, options)
     print_batch = _print_json if as_json else _print_side_by_side if compare else _print_texts
     for start in range(0, len(prompt_list), batch_size):
         print_batch(generator, prompt_list[start : start + batch_size], seed + start, compare)
 
 
-def _print_texts(generator: TextGenerator, prompts: Sequence[Prompt], seed: int, _: bool) -> None:
+def _require_llama_options(batch_size: int, dtype: str) -> None:
+    """Refuse the options that llama.cpp has no counterpart of."""
+    if batch_size > 1:
+        raise typer.BadParameter(
+            "--batch-size must be 1 for a GGUF file: llama.cpp generates one text at a time."
+        )
+    if dtype != "auto":
+        raise typer.BadParameter("--dtype must be auto for a GGUF file, which has its own dtypes.")
+
+
+def _print_texts(generator: Generator, prompts: Sequence[Prompt], seed: int, _: bool) -> None:
     """Print each prompt with its continuation; stream the text of a single prompt."""
     shown = ""
 
@@ -122,7 +158,7 @@ def _print_texts(generator: TextGenerator, prompts: Sequence[Prompt], seed: int,
 
 
 def _print_side_by_side(
-    generator: TextGenerator, prompts: Sequence[Prompt], seed: int, _: bool
+    generator: Generator, prompts: Sequence[Prompt], seed: int, _: bool
 ) -> None:
     """Print unsteered and steered texts in two columns, with streaming."""
     from rich.live import Live
@@ -180,9 +216,7 @@ def _cell(prompt: Prompt, generation: Generation) -> "Text":
     return cell
 
 
-def _print_json(
-    generator: TextGenerator, prompts: Sequence[Prompt], seed: int, compare: bool
-) -> None:
+def _print_json(generator: Generator, prompts: Sequence[Prompt], seed: int, compare: bool) -> None:
     """Print a JSON object per prompt; with `compare`, the unsteered text is under `bare`."""
     steered = generator.generate(prompts, seed)
     unsteered = generator.generate(prompts, seed, steered=False) if compare else []

@@ -113,7 +113,9 @@ DTYPE_HELP = (
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 
 
-def load_hmm(source: str, tokenizer: "PreTrainedTokenizerBase", device: "torch.device") -> "HMM":
+def load_hmm(
+    source: str, tokenizer: "PreTrainedTokenizerBase", device: "str | torch.device"
+) -> "HMM":
     """Load an HMM, and check that it was made with this tokenizer."""
     from foretrace.hmm import HMM
     from foretrace.vocabulary import fingerprint

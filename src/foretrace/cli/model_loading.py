@@ -32,7 +32,14 @@ def load_lm(
     from foretrace.cli.hub import skip_retries_if_unreachable
     from foretrace.cli.log_warnings import print_warnings
     from foretrace.distill.sampling.source import load_tokenizer_and_model
+    from foretrace.errors import InvalidInputError
+    from foretrace.gguf import is_gguf
 
+    if is_gguf(source):
+        raise InvalidInputError(
+            f"{source} is a GGUF file, which only `foretrace generate` and `foretrace distill` "
+            f"take. Pass the folder or the hub id of the model in the format of transformers."
+        )
     print_warnings()
     transformers = _require_transformers()
     disable_transformers_progress()
@@ -60,7 +67,7 @@ def disable_transformers_progress() -> None:
     if find_spec("transformers") is not None:
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
 
 
 def _require_transformers() -> ModuleType:

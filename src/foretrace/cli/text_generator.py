@@ -88,7 +88,7 @@ class TextGenerator:
         return [
             Generation(
                 decode_after(self.tokenizer, prompt_ids, token_ids),
-                self._probabilities(prompt_ids, token_ids, ends),
+                attribute_probabilities(self.goals, prompt_ids, token_ids, ends),
                 sum(by_row[row][: len(token_ids)]) / len(token_ids) if steered else None,
                 prompt_ids,
                 token_ids,
@@ -96,17 +96,24 @@ class TextGenerator:
             for row, (prompt_ids, token_ids) in enumerate(zip(encoded, rows, strict=True))
         ]
 
-    def _probabilities(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], ends: Sequence[int]
-    ) -> tuple[float, ...]:
-        """Return the probability of each attribute in the part of the text that goals are about."""
-        from foretrace.steering.goal import common_window
 
-        window = common_window(self.goals.goals).read(prompt_ids, token_ids)
-        if window.begin is None:
-            return ()
-        tokens = [token for token in window.select(list(token_ids)) if token not in ends]
-        return tuple(float(one.probability([tokens])[0]) for one in self.goals.attributes)
+def attribute_probabilities(
+    goals: "LoadedGoals", prompt_ids: Sequence[int], token_ids: Sequence[int], ends: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the probability of each attribute in the part of the text that goals are about."""
+    from foretrace.steering.goal import common_window
+
+    window = common_window(goals.goals).read(prompt_ids, token_ids)
+    if window.begin is None:
+        return ()
+    tokens = [token for token in window.select(list(token_ids)) if token not in ends]
+    return tuple(float(one.probability([tokens])[0]) for one in goals.attributes)
+
+
+def report_text(text: str, on_text: Callable[[str], None]) -> None:
+    """Report a text, unless the next token completes its last character."""
+    if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        on_text(text)
 
 
 class _TextStreamer:
@@ -127,9 +134,7 @@ class _TextStreamer:
             self.prompt_ids = value.flatten().tolist()
             return
         self.token_ids += value.flatten().tolist()
-        text = decode_after(self.tokenizer, self.prompt_ids, self.token_ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the next token completes the character
-            self.on_text(text)
+        report_text(decode_after(self.tokenizer, self.prompt_ids, self.token_ids), self.on_text)
 
     def end(self) -> None:
         """Do nothing: `TextGenerator.generate` returns the complete text."""

@@ -28,6 +28,7 @@ from foretrace.distill.start.latent import (
     before_end_mask,
     feature_vectors,
 )
+from foretrace.gguf import is_gguf
 from foretrace.hmm import HMM
 
 MEASURED_SECONDS = 2.0  # how long to time a stage whose batch size is free
@@ -104,12 +105,12 @@ def plan(
     rows, row_seconds = _time_sampling(source, batch, config.length)
     source.close()
     stages = [
-        Stage("load the LM", loading, lm.engine),
+        Stage("load the LM", loading, "llama.cpp" if is_gguf(model) else lm.engine),
         Stage("sample", row_seconds * config.sequences, f"{config.sequences:,} sequences"),
     ]
     if config.start == "latent":
         started = perf_counter()
-        reader = lm.load_transformers(model, chat=chat)
+        reader = lm.load_reader(model, config.length, chat=chat)
         loading = perf_counter() - started
         contexts = [opening.context for opening in batch]
         stages += _time_latent_start(
@@ -186,7 +187,7 @@ class _EMStep:
 
     def __init__(self, config: DistillConfig, vocab_size: int, device: str) -> None:
         hmm = HMM.random(config.num_states, max(2, vocab_size), device=device)
-        self.counts = Counts.from_hmm(hmm, config.length, pseudocount=1e-9, eos_token_id=None)
+        self.counts = Counts.from_hmm(hmm, config.length, pseudocount=1e-9)
         self.e_step = EStep(
             config.num_states, config.length, DTYPES[config.em.dtype], self.counts.initial
         )

@@ -214,7 +214,8 @@ class _Distillation:
         self, corpus: Corpus, latent: LatentStart, until: Callable[[], bool]
     ) -> None:
         """Compute hidden states together with other workers, until the start exists."""
-        reader = self.lm.load_transformers(self.model, chat=are_chats(self.prompts))
+        chat = are_chats(self.prompts)
+        reader = self.lm.load_reader(self.model, self.config.length, chat=chat)
         require_same_fingerprint(
             "The corpus", corpus.manifest.tokenizer_fingerprint, reader.tokenizer_fingerprint
         )

@@ -19,7 +19,12 @@ from smollm2 import has_fast_bfloat16
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM emits many
 
-OPTIONS: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 512, "enforce_eager": True}
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 32,
+    "max_num_seqs": 512,
+    "max_num_batched_tokens": 512,  # fewer than the prompts of a test have together
+    "enforce_eager": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,7 @@ def test_rows_depend_on_the_seed(source: VLLMSource) -> None:
 
 def test_prefixes_are_kept_and_rows_are_padded(source: VLLMSource) -> None:
     prefix = source.encode(["The capital of France is"])[0]
+    assert 100 * len(prefix) > OPTIONS["max_num_batched_tokens"] - 100
     rows = source.draw([prefix, []] * 100, 24, seed=1)
     assert (rows[::2, : len(prefix)] == torch.tensor(prefix)).all()
     ended = (rows == 0).cumsum(1) > 0

@@ -52,15 +52,14 @@ def goals_of(hmm: HMM) -> list[list[Goal]]:
 
 
 def manager_of(model: Any, **options: Any) -> Any:
-    config: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, max_new_tokens=NEW, eos_token_id=0
-    )
+    config: Any = GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=0)
     settings: dict[str, Any] = {"use_async_batching": False, "use_cuda_graph": False, **options}
     return model.init_continuous_batching(
         config, ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **settings)
     )
 
 
+@pytest.mark.shows("transformers continuous batching", "greedy", "batch", "constraints")
 def test_it_writes_what_generate_writes(model: Any, hmm: HMM, tiny_lm: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokenizer.pad_token = tokenizer.eos_token

@@ -32,6 +32,7 @@ def goals() -> list[Goal]:
     return [plain_goal(Lookahead(hmm, one, 8), 3.0, -1.0), plain_goal(Lookahead(hmm, ~two, 8))]
 
 
+@pytest.mark.shows("transformers generate", "explain")
 def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> None:
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
     choices = explain(lm, PROMPT, WRITTEN, goals, max_new_tokens=LIMIT, candidates=VOCAB)

@@ -40,6 +40,7 @@ def test_an_answer_ends_with_its_turn() -> None:
     assert sum(lengths) < 0.8 * sum(len(text.split()) for text in texts)
 
 
+@pytest.mark.shows("transformers generate", "chats")
 def test_the_end_of_a_turn_is_neutral() -> None:
     """A goal that every token violates, except the ends, does not end answers early."""
     tokenizer = chat_tokenizer()

@@ -70,6 +70,7 @@ def write(
     return [row[: row.index(0)] if 0 in row else row for row in new]
 
 
+@pytest.mark.shows("transformers generate", "sampling")
 def test_a_forbidden_token_is_never_written(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     allowed = (torch.arange(VOCAB) % 2 == 1).float()
     goal = plain_goal(Lookahead(hmm, Attribute.from_weights(allowed), NEW))
@@ -77,6 +78,7 @@ def test_a_forbidden_token_is_never_written(lm: Any, tokenizer: Any, hmm: HMM) -
     assert all(token % 2 == 1 or token == 0 for row in drawn for token in row)
 
 
+@pytest.mark.shows("transformers generate", "greedy", "batch", "several goals")
 def test_a_batch_equals_its_rows_padded_or_not(lm: Any, tokenizer: Any, goals: list[Goal]) -> None:
     """Rows of unlike length, with goals of their own, several, and none."""
     own: list[list[Goal]] = [goals, [goals[0]], []]

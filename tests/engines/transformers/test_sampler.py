@@ -54,6 +54,7 @@ def expected(
     return total, sum(map(float, spent)) / len(tokens)
 
 
+@pytest.mark.shows("transformers sampler", "sampling", "batch")
 def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goal]]) -> None:
     """Of prompts of unlike length, steered and bare in one batch."""
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: A
     assert together[1] != bare[1]
 
 
+@pytest.mark.shows("transformers generate", "beams")
 def test_beams_keep_their_states(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """Of the words of even numbers none is written, whichever beam they are on."""
     odd = (torch.arange(hmm.vocab_size) % 2).float()
@@ -118,6 +119,7 @@ def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: T
     return steering.reweight(logits).double().softmax(-1)
 
 
+@pytest.mark.shows("transformers generate", "constraints")
 def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """100 prompts: the one text is always there, within the length, and the others never."""
     must, must_not = "refund", [" the", "The"]

@@ -200,6 +200,7 @@ def test_runner_v1_refuses_drafts() -> None:
         SteeringProcessor(_config(1), torch.device("cpu"), False)
 
 
+@pytest.mark.shows("vLLM, runner V2", "speculative decoding")
 def test_speculative_decoding_writes_the_same(tmp_path: Path, settings: Settings) -> None:
     """Greedy, with a small LM that repeats itself, so that many drafts are accepted."""
     model = write_tiny_lm(tmp_path / "lm", TOKENIZER, heads=1)

@@ -234,3 +234,4 @@ def test_a_placeholder_that_is_left_ends_the_request(caplog: pytest.LogCaptureFi
     steered = processor.apply(torch.zeros(1, len(WORDS)))
     assert steered.softmax(-1)[0, 0] == 1.0  # token 0 ends a text
     assert "--no-async-scheduling" in caplog.text
+    assert [vars(record)["goal"] for record in caplog.records] == [params.extra_args["goal"]]

@@ -124,6 +124,7 @@ def other_engine(real: tuple[str, Path], smollm2: Path) -> TransformersEngine:
     return TransformersEngine(smollm2, real[1])
 
 
+@pytest.mark.shows("vLLM, runner V1", "greedy", "batch", "constraints", "several goals")
 def test_it_writes_what_transformers_writes(
     real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_it_writes_what_transformers_writes(
     assert answers == other_engine.write(prompts, asked, 12)
 
 
+@pytest.mark.shows("vLLM, runner V2", "greedy", "batch", "constraints", "several goals")
 def test_the_second_model_runner_writes_the_same(
     real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
 ) -> None:
@@ -177,6 +179,7 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
     return prompts, [goals[place % len(goals)] for place in range(count)]
 
 
+@pytest.mark.shows("vLLM, runner V1", "sampling")
 def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
     """Sampled, after 100 prompts, beside others that ask for nothing; where it fits, or refused."""
     from openai import BadRequestError
@@ -331,6 +334,7 @@ def test_nothing_leaks_between_requests(crowded: tuple[str, list[str]]) -> None:
     assert together == alone
 
 
+@pytest.mark.shows("vLLM, runner V1", "chats", "streaming")
 def test_the_playground_asks_a_server(crowded: tuple[str, list[str]], tmp_path: Path) -> None:
     address, names = crowded
     backend = ServerBackend(address, tmp_path)

@@ -56,10 +56,30 @@ class Source(Protocol):
         """Free memory and devices; the source cannot be used afterwards."""
 
 
+class Reader(Protocol):
+    """A language model that computes hidden states."""
+
+    tokenizer_fingerprint: str
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first of the tokens that end a text."""
+
+    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
+
+        The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
+        of at least one token each, before the rows: by default the token that begins a text.
+        """
+
+    def close(self) -> None:
+        """Free memory and devices; the reader cannot be used afterwards."""
+
+
 def public_name(name: str) -> str:
-    """Return the name of a model to publish: of a local folder, its name without the path."""
-    folder = Path(name).expanduser()
-    return folder.resolve().name if folder.is_dir() else name
+    """Return the name of a model to publish: of a local folder or file, its name without a path."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() or path.is_file() else name
 
 
 def end_of_text_id(tokenizer: "PreTrainedTokenizerBase", token: str | None) -> int:
@@ -110,6 +130,18 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> l
         else list(tokenizer(prompt, add_special_tokens=False).input_ids)
         for prompt in prompts
     ]
+
+
+def sample_tokens(logits: Tensor) -> Tensor:
+    """Sample a token from each row of (n, V) logits: (n,).
+
+    It takes one random number per row, not one for every token of the vocabulary, which on CPUs
+    takes as long as a small LM.
+    """
+    cumulative = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device)
+    token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return token.clamp_max_(logits.shape[1] - 1)[:, 0]
 
 
 def pad_rows(sequences: Sequence[Tensor], length: int, ends: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from foretrace.distill.sampling.source import (
     load_tokenizer_and_model,
     pad_rows,
     public_name,
+    sample_tokens,
 )
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import fingerprint
@@ -84,7 +85,7 @@ class TransformersSource:
         )
         # A model's generation config may change the distribution, by a repetition penalty for
         # example, and `generate` reads every setting from it that is not passed.
-        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+        model.generation_config = GenerationConfig()
         return cls(public_name(name), model.eval(), tokenizer, ends)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -214,16 +215,9 @@ class TransformersSource:
 
 
 def keep_sampled_token(_: Tensor, logits: Tensor) -> Tensor:
-    """Sample a token from each row of (n, V) logits, and set the logits of all others to -inf.
-
-    It takes one random number per row. `generate` with `do_sample` takes one for every token of the
-    vocabulary, which on CPUs takes as long as a small LM.
-    """
-    cumulative = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)
-    uniform = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device)
-    token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    """Sample a token from each row of (n, V) logits, and set the logits of all others to -inf."""
     kept = torch.full_like(logits, -torch.inf)
-    return kept.scatter_(1, token.clamp_max_(logits.shape[1] - 1), 0.0)
+    return kept.scatter_(1, sample_tokens(logits)[:, None], 0.0)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -76,8 +76,11 @@ class VLLMSource:
             ) from None
         # On a CPU, vLLM would choose bfloat16 even if it is emulated. On a GPU it chooses a dtype
         # that the GPU supports; to ask the GPU here would initialise CUDA before vLLM forks.
-        if dtype == "auto" and current_platform.is_cpu():
-            dtype = default_dtype("cpu")
+        if current_platform.is_cpu():
+            dtype = default_dtype("cpu") if dtype == "auto" else dtype
+            # After a part of a prompt, vLLM rewinds the request's generator, which torch supports
+            # on a GPU only: seeded requests with chunked prefill fail on a CPU.
+            options.setdefault("enable_chunked_prefill", False)
         tokenizer, engine = load_tokenizer_and_model(
             name, AutoTokenizer, partial(LLM, model=name), {"dtype": dtype, **options}
         )

@@ -1,14 +1,8 @@
 """Steering in transformers: a logits processor, generation in one call, and explanations."""
 
-from foretrace.engines.transformers.generation import (
-    decode_after,
-    encode_prompts,
-    generate,
-    generate_tokens,
-    stop_tokens,
-    turn_ends,
-)
-from foretrace.engines.transformers.processor import Goals, SteeringProcessor
+from foretrace.engines.prompts import Goals, decode_after, encode_prompts, turn_ends
+from foretrace.engines.transformers.generation import generate, generate_tokens, stop_tokens
+from foretrace.engines.transformers.processor import SteeringProcessor
 
 __all__ = [
     "Goals",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
+from foretrace.chat import Prompt
+from foretrace.engines.prompts import Goals, decode_after, encode_prompts, hmm_ends, turn_ends
 from foretrace.engines.transformers.padding import cut_at_end, pad_left
-from foretrace.engines.transformers.processor import Goals, SteeringProcessor
-from foretrace.errors import InvalidInputError
+from foretrace.engines.transformers.processor import SteeringProcessor
 from foretrace.steering import Goal
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
@@ -61,7 +61,7 @@ def generate(
     if "eos_token_id" not in options:
         config = options.get("generation_config") or model.generation_config
         options["eos_token_id"] = stop_tokens(
-            config, [*_hmm_ends(goal), *turn_ends(tokenizer, prompts)]
+            config, [*hmm_ends(goal), *turn_ends(tokenizer, prompts)]
         )
     generated = generate_tokens(
         model, tokenizer, encoded, goal=goal, max_new_tokens=max_new_tokens, **options
@@ -71,75 +71,6 @@ def generate(
         decode_after(tokenizer, encoded[row // copies], tokens)
         for row, tokens in enumerate(generated)
     ]
-
-
-def decode_after(
-    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], tokens: Sequence[int]
-) -> str:
-    """Decode tokens as the continuation of a prompt.
-
-    The prompt matters because some decoders drop a space at the beginning.
-
-    Args:
-        tokenizer: A tokenizer.
-        prompt: Token ids of the prompt.
-        tokens: Token ids after it.
-
-    Returns:
-        The text that the tokens add.
-
-    Example:
-        >>> from foretrace.engines.transformers import decode_after
-        >>> prompt, tokens = tokenizer("hello").input_ids, tokenizer(" there").input_ids
-        >>> decode_after(tokenizer, prompt, tokens)
-        ' there'
-    """
-    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    before, whole = (
-        str(tokenizer.decode(ids, **settings)) for ids in (list(prompt), [*prompt, *tokens])
-    )
-    return whole.removeprefix(before)
-
-
-def encode_prompts(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Prompt],
-    goal: Goal | Goals | None = None,
-) -> list[list[int]]:
-    """Encode prompts. An empty text becomes the token that begins a text.
-
-    Args:
-        tokenizer: A tokenizer.
-        prompts: A list of texts and chats.
-        goal: Goals whose HMM knows the token that begins a text.
-
-    Returns:
-        Token ids of each prompt, at least one.
-
-    Raises:
-        InvalidInputError: `prompts` is a single text or chat, a prompt is empty and no token begins
-            a text, or there is a chat and the tokenizer has no chat template.
-
-    Example:
-        >>> from foretrace.engines.transformers import encode_prompts
-        >>> [len(ids) > 0 for ids in encode_prompts(tokenizer, ["hello", ""])]
-        [True, True]
-    """
-    if isinstance(prompts, str) or is_chat(prompts):
-        raise InvalidInputError(
-            "prompts must be a list of texts and chats, not one of them. Write [prompt]."
-        )
-    candidates = [*_hmm_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
-    start = next(([token] for token in candidates if token is not None), [])
-    encoded = [
-        encode_chat(tokenizer, prompt) if is_chat(prompt) else tokenizer(prompt).input_ids or start
-        for prompt in prompts
-    ]
-    if not all(encoded):
-        raise InvalidInputError(
-            "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
-        )
-    return encoded
 
 
 def generate_tokens(
@@ -176,7 +107,7 @@ def generate_tokens(
     """
     goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
     config = options.get("generation_config") or model.generation_config
-    ends = stop_tokens(config, _hmm_ends(goal))
+    ends = stop_tokens(config, hmm_ends(goal))
     if "eos_token_id" in options:  # None: no token ends a text
         ends = _as_list(options.pop("eos_token_id"))
     pad = next((token for token in (tokenizer.pad_token_id, *ends) if token is not None), 0)
@@ -220,34 +151,5 @@ def stop_tokens(config: "GenerationConfig", ends: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*_as_list(config.eos_token_id), *ends]))
 
 
-def turn_ends(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[int]:
-    """Return the token that ends an answer if there are chats among prompts; else none.
-
-    Args:
-        tokenizer: A tokenizer.
-        prompts: A list of texts and chats.
-
-    Returns:
-        At most one token id: the special token after an answer in the chat template. Many models
-        name it as an end of text too, but not all.
-
-    Example:
-        >>> from foretrace.engines.transformers import turn_ends
-        >>> turn_ends(tokenizer, ["hello"])
-        []
-    """
-    end = end_of_turn(tokenizer) if any(map(is_chat, prompts)) else None
-    return [] if end is None else [end]
-
-
 def _as_list(tokens: int | list[int] | None) -> list[int]:
     return [tokens] if isinstance(tokens, int) else list(tokens or [])
-
-
-def _hmm_ends(goal: Goal | Goals | None) -> tuple[int, ...]:
-    """Return the end-of-text tokens of the goals' HMM; none without goals."""
-    goals = [goal] if isinstance(goal, Goal) else goal or []
-    for row in goals:
-        for first in [row] if isinstance(row, Goal) else row:
-            return first.lookahead.hmm.config.eos_token_ids
-    return ()

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from foretrace.engines.prompts import Goals
 from foretrace.errors import InvalidInputError
 from foretrace.steering import Goal, PrefixTracker, Request
 from foretrace.steering.goal import common_hmm
 from foretrace.steering.merge_goals import merge_goals
 from foretrace.steering.transfer import to_device
-
-Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
-"""Goals of every row, or a sequence of goals for each prompt."""
 
 
 class SteeringProcessor(LogitsProcessor):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from foretrace.engines.prompts import Goals
 from foretrace.engines.transformers.padding import cut_at_end, model_inputs, pad_left
-from foretrace.engines.transformers.processor import Goals, SteeringProcessor
+from foretrace.engines.transformers.processor import SteeringProcessor
 from foretrace.lookahead.price import prices
 
 if TYPE_CHECKING:

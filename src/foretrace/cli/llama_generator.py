@@ -1,0 +1,120 @@
+"""Generate continuations of prompts with llama.cpp, steered or unsteered, with streaming."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from foretrace.cli.text_generator import Generation, attribute_probabilities, report_text
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+    from transformers import PreTrainedTokenizerBase
+
+    from foretrace.chat import Prompt
+    from foretrace.cli.goal_options import LoadedGoals
+
+
+def load_gguf_tokenizer(file: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a GGUF file, which is used as one of transformers."""
+    from foretrace.cli.log_warnings import print_warnings
+    from foretrace.gguf import GGUFTokenizer
+
+    print_warnings()
+    return cast("PreTrainedTokenizerBase", GGUFTokenizer.from_file(file))
+
+
+@dataclass(frozen=True)
+class LlamaGenerator:
+    """Generates continuations of prompts with llama.cpp, steered or unsteered, from one seed."""
+
+    llm: "Llama"
+    tokenizer: "PreTrainedTokenizerBase"
+    goals: "LoadedGoals"
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+
+    @classmethod
+    def load(
+        cls,
+        file: str,
+        tokenizer: "PreTrainedTokenizerBase",
+        goals: "LoadedGoals",
+        prompts: "Sequence[Prompt]",
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        device: str,
+    ) -> "LlamaGenerator":
+        """Load the language model, with a context that the longest of the prompts fits."""
+        from foretrace.engines.prompts import encode_prompts
+        from foretrace.gguf import load_llama
+
+        longest = max(map(len, encode_prompts(tokenizer, prompts, goals.goals)))
+        layers = 0 if device == "cpu" else -1  # all; without effect where llama.cpp has no GPU
+        llm = load_llama(file, n_ctx=longest + max_new_tokens, n_gpu_layers=layers)
+        return cls(llm, tokenizer, goals, max_new_tokens, temperature, top_p)
+
+    def generate(
+        self,
+        prompts: "Sequence[Prompt]",
+        seed: int,
+        *,
+        steered: bool = True,
+        on_text: Callable[[str], None] | None = None,
+    ) -> list[Generation]:
+        """Generate a continuation of each text, and an answer to each chat, one after another.
+
+        If there is a single prompt, `on_text` is called with the generated text after each token.
+        """
+        from foretrace.engines.prompts import encode_prompts, hmm_ends, turn_ends
+
+        ends = [*hmm_ends(self.goals.goals), *turn_ends(self.tokenizer, prompts)]
+        encoded = encode_prompts(self.tokenizer, prompts, self.goals.goals)
+        return [
+            self._generate(
+                prompt_ids, ends, seed + row, steered, on_text if len(prompts) == 1 else None
+            )
+            for row, prompt_ids in enumerate(encoded)
+        ]
+
+    def _generate(
+        self,
+        prompt_ids: list[int],
+        ends: Sequence[int],
+        seed: int,
+        steered: bool,
+        on_text: Callable[[str], None] | None,
+    ) -> Generation:
+        from foretrace.engines.llama_cpp import SteeringProcessor, generate_tokens
+        from foretrace.engines.prompts import decode_after
+
+        prices: list[float] = []
+        processor = SteeringProcessor(
+            self.llm,
+            self.goals.goals if steered else [],
+            max_new_tokens=self.max_new_tokens,
+            ends=ends,
+            observe=prices.append,
+        )
+        token_ids: list[int] = []
+        for token in generate_tokens(
+            self.llm,
+            prompt_ids,
+            processor=processor,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed,
+        ):
+            token_ids.append(token)
+            if on_text is not None:
+                report_text(decode_after(self.tokenizer, prompt_ids, token_ids), on_text)
+        return Generation(
+            decode_after(self.tokenizer, prompt_ids, token_ids),
+            attribute_probabilities(self.goals, prompt_ids, token_ids, processor.ends),
+            sum(prices) / len(token_ids) if steered else None,
+            prompt_ids,
+            token_ids,
+        )

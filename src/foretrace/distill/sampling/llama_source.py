@@ -1,0 +1,215 @@
+"""Sample text, and compute hidden states, with llama.cpp."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretrace.chat import Prompt
+from foretrace.distill.sampling.source import (
+    encode,
+    find_ends,
+    pad_rows,
+    public_name,
+    sample_tokens,
+)
+from foretrace.errors import InvalidInputError
+from foretrace.gguf import GGUFTokenizer, load_llama
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+    from transformers import PreTrainedTokenizerBase
+
+SEQUENCES = 64  # that are sampled at once
+CHAT_TOKENS = 512  # of the prompt of a chat, on average
+CALL_TOKENS = 512  # that llama.cpp computes in one call
+
+
+class Position(NamedTuple):
+    """A token to compute, and whether its output is read."""
+
+    sequence: int
+    position: int
+    token: int
+    is_read: bool
+
+
+@dataclass
+class LlamaSource:
+    """Samples with llama.cpp, several sequences at once, from a GGUF file."""
+
+    name: str
+    llm: "Llama"
+    tokenizer: "PreTrainedTokenizerBase"
+    ends: tuple[int, ...]
+    batch_size: int = SEQUENCES
+    vocab_size: int = field(init=False)
+    tokenizer_fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        import llama_cpp
+
+        self.vocab_size = int(self.llm.n_vocab())
+        self.tokenizer_fingerprint = GGUFTokenizer(self.llm).fingerprint
+        self._api: Any = llama_cpp
+        self._batch = llama_cpp.llama_batch_init(CALL_TOKENS, 0, 1)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first of the tokens that end a text; it also begins texts."""
+        return self.ends[0]
+
+    @classmethod
+    def load(
+        cls,
+        file: str,
+        length: int,
+        *,
+        end_of_text_token: str | None = None,
+        chat: bool = False,
+        device: str = "cpu",
+        **options: Any,
+    ) -> "LlamaSource":
+        """Load a GGUF file for rows of `length` tokens; `options` go to `llama_cpp.Llama`."""
+        import llama_cpp
+
+        context = SEQUENCES * (length + (CHAT_TOKENS if chat else 1))
+        settings = {
+            "n_ctx": context,
+            "n_batch": CALL_TOKENS,
+            "n_gpu_layers": 0 if device == "cpu" else -1,
+            # Contexts for embeddings are also those for several sequences.
+            "embedding": True,
+            "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE,
+        }
+        llm = load_llama(file, **settings | options)
+        tokenizer = GGUFTokenizer(llm)
+        alias = cast("PreTrainedTokenizerBase", tokenizer)  # it has the methods in use
+        ends = find_ends(alias, end_of_text_token, chat=chat, model_ends=tokenizer.end_token_ids)
+        return cls(public_name(file), llm, alias, ends)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Convert texts to token ids without special tokens, and chats by the chat template."""
+        return encode(self.tokenizer, prompts)
+
+    def draw(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        length: int,
+        seed: int,
+        contexts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Continue each prefix to `length` tokens: (n, length)."""
+        torch.manual_seed(seed)
+        contexts = [[self.eos_token_id]] * len(prefixes) if contexts is None else contexts
+        rows = torch.empty(len(prefixes), length, dtype=torch.long)
+        sizes = [len(context) + length for context in contexts]
+        for group in self._groups(sizes):
+            rows[group] = self._continue(
+                [list(contexts[row]) for row in group],
+                [list(prefixes[row]) for row in group],
+                length,
+            )
+        return rows
+
+    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
+
+        The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
+        of at least one token each, before the rows: by default the token that begins a text.
+        """
+        contexts = [[self.eos_token_id]] * len(rows) if contexts is None else contexts
+        length = rows.shape[1] + 1
+        hidden = torch.empty(len(rows), length, self.llm.n_embd())
+        for group in self._groups([len(context) + length - 1 for context in contexts]):
+            positions = [
+                Position(place, index, token, index >= len(contexts[row]) - 1)
+                for place, row in enumerate(group)
+                for index, token in enumerate([*contexts[row], *rows[row].tolist()])
+            ]
+            self._clear()
+            states = self._compute(positions, hidden_states=True)
+            hidden[group] = states.view(len(group), length, -1)
+        return hidden
+
+    def close(self) -> None:
+        """Free the model and its memory."""
+        self._api.llama_batch_free(self._batch)
+        self.llm.close()
+
+    def _groups(self, sizes: Sequence[int]) -> Iterator[list[int]]:
+        """Divide sequences of so many tokens into groups that fit the context."""
+        group: list[int] = []
+        used, room = 0, self.llm.n_ctx()
+        for row, size in enumerate(sizes):
+            if size > room:
+                raise InvalidInputError(
+                    f"A sequence of {size} tokens, with its prompt, does not fit the context of "
+                    f"{room} tokens. Pass --engine-options '{{\"n_ctx\": {size}}}'."
+                )
+            if used + size > room or len(group) == self.batch_size:
+                yield group
+                group, used = [], 0
+            group.append(row)
+            used += size
+        if group:
+            yield group
+
+    def _continue(
+        self, contexts: list[list[int]], prefixes: list[list[int]], length: int
+    ) -> Tensor:
+        """Continue one group of prefixes: (n, length)."""
+        rows = prefixes
+        running = [row for row, prefix in enumerate(rows) if len(prefix) < length]
+        positions = [
+            Position(row, index, token, index == len(contexts[row]) + len(rows[row]) - 1)
+            for row in running
+            for index, token in enumerate([*contexts[row], *rows[row]])
+        ]
+        self._clear()
+        while running:
+            for row, token in zip(running, sample_tokens(self._compute(positions)), strict=True):
+                rows[row].append(int(token))
+            running = [
+                row for row in running if len(rows[row]) < length and rows[row][-1] not in self.ends
+            ]
+            positions = [
+                Position(row, len(contexts[row]) + len(rows[row]) - 1, rows[row][-1], True)
+                for row in running
+            ]
+        return pad_rows([torch.tensor(row) for row in rows], length, self.ends)
+
+    def _clear(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self.llm.ctx), True)
+
+    def _compute(self, positions: Sequence[Position], *, hidden_states: bool = False) -> Tensor:
+        """Compute tokens, and return the logits or hidden states of those that are read."""
+        api, context = self._api, self.llm.ctx
+        api.llama_set_embeddings(context, hidden_states)
+        read = api.llama_get_embeddings_ith if hidden_states else api.llama_get_logits_ith
+        width = self.llm.n_embd() if hidden_states else self.vocab_size
+        outputs = torch.empty(sum(one.is_read for one in positions), width)
+        filled = 0
+        for start in range(0, len(positions), CALL_TOKENS):
+            call = positions[start : start + CALL_TOKENS]
+            # With hidden states, llama.cpp wants every token to have an output.
+            self._fill_batch(call, all_outputs=hidden_states)
+            if code := api.llama_decode(context, self._batch):
+                raise RuntimeError(f"llama_decode returned {code}")
+            for index, one in enumerate(call):
+                if one.is_read:
+                    row = np.ctypeslib.as_array(read(context, index), shape=(width,))
+                    outputs[filled] = torch.from_numpy(row)
+                    filled += 1
+        return outputs
+
+    def _fill_batch(self, positions: Sequence[Position], *, all_outputs: bool) -> None:
+        batch = self._batch
+        batch.n_tokens = len(positions)
+        for index, one in enumerate(positions):
+            batch.token[index], batch.pos[index] = one.token, one.position
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, one.sequence
+            batch.logits[index] = one.is_read or all_outputs

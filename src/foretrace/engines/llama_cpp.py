@@ -1,0 +1,181 @@
+"""Steering in llama.cpp, through llama-cpp-python."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretrace.engines.host import HostProcessor
+from foretrace.errors import InvalidInputError
+from foretrace.gguf import GGUFTokenizer
+from foretrace.steering import Goal
+from foretrace.steering.goal import common_hmm
+from foretrace.vocabulary import require_same_fingerprint
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+NO_SEED = 0xFFFFFFFF  # llama.cpp chooses a random seed instead of this one
+
+
+class SteeringProcessor(HostProcessor):
+    """Steer one text after another in llama-cpp-python.
+
+    Pass it to `create_completion`, `create_chat_completion` or `generate` of a `llama_cpp.Llama`,
+    as `logits_processor=LogitsProcessorList([processor])`. The HMM runs in torch. Grammars apply
+    after it. Do not combine a grammar with required text: llama.cpp aborts where the grammar
+    forbids all tokens that lead to the text.
+
+    llama.cpp calls processors through C, which drops exceptions. If steering fails, the text ends
+    at once, Python prints the exception, and `error` has it.
+
+    Args:
+        llm: The language model.
+        goals: The goals, as for `HostProcessor`.
+        max_new_tokens: The `max_tokens` of llama-cpp-python.
+        ends: Tokens that end a text, in addition to those of the HMM and of the GGUF file.
+        observe: As for `HostProcessor`.
+
+    Raises:
+        InvalidInputError: The goals have different HMMs or cannot be merged, or the language model
+            has a draft model.
+        TokenizerMismatchError: The HMM was made with another tokenizer.
+
+    Example:
+        >>> from foretrace.engines.llama_cpp import SteeringProcessor
+        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
+        >>> processor = SteeringProcessor(llm, [goal], max_new_tokens=8)  # doctest: +SKIP
+        >>> answer = llm.create_completion(
+        ...     "hello", max_tokens=8, logits_processor=LogitsProcessorList([processor])
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        llm: "Llama",
+        goals: Sequence[Goal],
+        *,
+        max_new_tokens: int,
+        ends: Sequence[int] = (),
+        observe: Callable[[float], None] | None = None,
+    ) -> None:
+        if llm.draft_model is not None:
+            raise InvalidInputError(
+                "A language model with a draft model cannot be steered: llama-cpp-python does not "
+                "tell processors how many of the drafted tokens precede the next one. Load it "
+                "without `draft_model`."
+            )
+        tokenizer, hmm = GGUFTokenizer(llm), common_hmm(goals)
+        all_ends = [*tokenizer.end_token_ids, *ends]
+        if hmm is not None:
+            all_ends += hmm.config.eos_token_ids
+            require_same_fingerprint(
+                "The HMM", hmm.config.tokenizer_fingerprint, tokenizer.fingerprint
+            )
+        super().__init__(
+            goals,
+            max_new_tokens=max_new_tokens,
+            ends=list(dict.fromkeys(all_ends)),
+            observe=observe,
+        )
+        self.error: BaseException | None = None
+        self._end = llm.token_eos()
+
+    def begin(self) -> None:
+        """Begin a text: the token ids of the next call are its prompt."""
+        super().begin()
+        self.error = None
+
+    def __call__(
+        self, input_ids: NDArray[np.integer], scores: NDArray[np.floating]
+    ) -> NDArray[np.float32]:
+        """Reweight the next token.
+
+        Args:
+            input_ids: The prompt and the generated tokens, (length,).
+            scores: Logits of the next token, (V or more,). They are changed only if steering fails.
+
+        Returns:
+            The steered logits, of the same shape.
+        """
+        try:
+            return super().__call__(input_ids, scores)
+        except BaseException as error:
+            self.error = error
+            # llama.cpp goes on with these scores: nothing but the end may follow.
+            scores[:] = -np.inf
+            scores[self._end] = 0.0
+            raise
+
+
+def generate_tokens(
+    llm: "Llama",
+    prompt: Sequence[int],
+    *,
+    processor: SteeringProcessor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Generate a continuation of token ids, token by token.
+
+    Temperature and top-p apply in this order, as in transformers. llama.cpp on its own applies
+    them in the reverse order.
+
+    Args:
+        llm: The language model.
+        prompt: Token ids of the prompt, at least one.
+        processor: The processor, with or without goals. Its ends end the text.
+        max_new_tokens: Tokens to generate at most.
+        temperature: The sampling temperature; 0 is greedy.
+        top_p: The probability of the nucleus.
+        seed: The random seed.
+
+    Yields:
+        The new token ids, with the end-of-text token.
+
+    Raises:
+        InvalidInputError: The prompt and the new tokens do not fit the context.
+
+    Example:
+        >>> from foretrace.engines.llama_cpp import generate_tokens
+        >>> tokens = generate_tokens(
+        ...     llm, [5, 6], processor=processor, max_new_tokens=4
+        ... )  # doctest: +SKIP
+    """
+    from llama_cpp import LogitsProcessorList
+
+    context = len(llm.input_ids)  # `n_ctx`, which llama.cpp may have rounded up
+    if len(prompt) + max_new_tokens > context:
+        raise InvalidInputError(
+            f"A prompt of {len(prompt)} tokens and {max_new_tokens} new tokens do not fit the "
+            f"context of {context} tokens. Load the model with a larger `n_ctx`."
+        )
+
+    def divide(_: NDArray[np.integer], scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        return scores / np.float32(temperature)
+
+    processors = LogitsProcessorList([processor] if processor.goals else [])
+    if temperature not in (0.0, 1.0):
+        processors.append(divide)
+    processor.begin()
+    # Tokens in the cache would be computed in other batches, and round differently: the same seed
+    # would not always give the same text.
+    llm.reset()
+    llm.set_seed(seed % NO_SEED)
+    tokens = llm.generate(
+        list(prompt),
+        top_k=0,
+        top_p=top_p,
+        min_p=0.0,
+        temp=0.0 if temperature == 0 else 1.0,
+        logits_processor=processors or None,
+    )
+    for _, token in zip(range(max_new_tokens), tokens, strict=False):
+        if processor.error is not None:
+            raise processor.error
+        yield token
+        if token in processor.ends:
+            return

@@ -1,0 +1,124 @@
+"""Prompts as token ids, and generated token ids as texts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
+from foretrace.errors import InvalidInputError
+from foretrace.steering import Goal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
+"""Goals of every row, or a sequence of goals for each prompt."""
+
+
+def encode_prompts(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Prompt],
+    goal: Goal | Goals | None = None,
+) -> list[list[int]]:
+    """Encode prompts. An empty text becomes the token that begins a text.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompts: A list of texts and chats.
+        goal: Goals whose HMM knows the token that begins a text.
+
+    Returns:
+        Token ids of each prompt, at least one.
+
+    Raises:
+        InvalidInputError: `prompts` is a single text or chat, a prompt is empty and no token begins
+            a text, or there is a chat and the tokenizer has no chat template.
+
+    Example:
+        >>> from foretrace.engines.prompts import encode_prompts
+        >>> [len(ids) > 0 for ids in encode_prompts(tokenizer, ["hello", ""])]
+        [True, True]
+    """
+    if isinstance(prompts, str) or is_chat(prompts):
+        raise InvalidInputError(
+            "prompts must be a list of texts and chats, not one of them. Write [prompt]."
+        )
+    candidates = [*hmm_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
+    start = next(([token] for token in candidates if token is not None), [])
+    encoded = [
+        encode_chat(tokenizer, prompt) if is_chat(prompt) else tokenizer(prompt).input_ids or start
+        for prompt in prompts
+    ]
+    if not all(encoded):
+        raise InvalidInputError(
+            "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
+        )
+    return encoded
+
+
+def decode_after(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], tokens: Sequence[int]
+) -> str:
+    """Decode tokens as the continuation of a prompt.
+
+    The prompt matters because some decoders drop a space at the beginning.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompt: Token ids of the prompt.
+        tokens: Token ids after it.
+
+    Returns:
+        The text that the tokens add.
+
+    Example:
+        >>> from foretrace.engines.prompts import decode_after
+        >>> prompt, tokens = tokenizer("hello").input_ids, tokenizer(" there").input_ids
+        >>> decode_after(tokenizer, prompt, tokens)
+        ' there'
+    """
+    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    before, whole = (
+        str(tokenizer.decode(ids, **settings)) for ids in (list(prompt), [*prompt, *tokens])
+    )
+    return whole.removeprefix(before)
+
+
+def turn_ends(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[int]:
+    """Return the token that ends an answer if there are chats among prompts; else none.
+
+    Args:
+        tokenizer: A tokenizer.
+        prompts: A list of texts and chats.
+
+    Returns:
+        At most one token id: the special token after an answer in the chat template. Many models
+        name it as an end of text too, but not all.
+
+    Example:
+        >>> from foretrace.engines.prompts import turn_ends
+        >>> turn_ends(tokenizer, ["hello"])
+        []
+    """
+    end = end_of_turn(tokenizer) if any(map(is_chat, prompts)) else None
+    return [] if end is None else [end]
+
+
+def hmm_ends(goal: Goal | Goals | None) -> tuple[int, ...]:
+    """Return the end-of-text tokens of the goals' HMM; none without goals.
+
+    Args:
+        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+
+    Returns:
+        Token ids.
+
+    Example:
+        >>> from foretrace.engines.prompts import hmm_ends
+        >>> hmm_ends(None)
+        ()
+    """
+    goals = [goal] if isinstance(goal, Goal) else goal or []
+    for row in goals:
+        for first in [row] if isinstance(row, Goal) else row:
+            return first.lookahead.hmm.config.eos_token_ids
+    return ()

@@ -1,0 +1,102 @@
+"""`foretrace generate` with a GGUF file uses llama.cpp."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llama_cpp", reason="needs the extra `llama-cpp`")
+
+from foretrace import cli
+from foretrace.hmm import HMM
+
+pytestmark = pytest.mark.llama_cpp
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HMM_FOLDER = str(EXAMPLES / "smollm2-135m")
+
+
+@pytest.fixture
+def run(
+    smollm2_gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Run the command; return its exit code, output and errors."""
+
+    def run(*options: str, hmm: str = HMM_FOLDER) -> tuple[int, str, str]:
+        arguments = [str(smollm2_gguf), "--hmm", hmm, "--attributes", str(EXAMPLES / "attributes")]
+        arguments += ["--max-new-tokens", "8", *options]
+        monkeypatch.setattr("sys.argv", ["foretrace", "generate", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_texts_are_compared_with_their_prices(run: Any) -> None:
+    options = ["--prompt", "The film was", "--prompt", "", "--goal", "positive & ~political"]
+    options += ["--must-contain", "lighthouse", "--level", "strong", "--top-p", "0.9"]
+    options += ["--temperature", "0.8", "--json", "--compare"]
+    code, out, error = run(*options, "--seed", "3")
+    assert code == 0, error
+    assert not error
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["The film was", ""]
+    for row in rows:
+        assert "lighthouse" in row["text"]
+        assert "lighthouse" not in row["bare"]["text"]
+        assert row["probability"][1] == 1.0
+        assert row["price"] > 0
+        assert "price" not in row["bare"]
+    assert run(*options, "--seed", "3")[1] == out
+    assert run(*options, "--seed", "4")[1] != out
+
+
+def test_texts_stand_side_by_side_and_chats_are_answered(run: Any) -> None:
+    options = ["--prompt", "Say something nice.", "--goal", "positive", "--temperature", "0"]
+    code, out, error = run(*options, "--chat", "--compare")
+    assert code == 0, error
+    assert out.count("nats per token") >= 1
+    code, streamed, _ = run(*options, "--system", "Be brief.")
+    _, as_json, _ = run(*options, "--system", "Be brief.", "--json")
+    assert code == 0
+    assert streamed == f"Say something nice.\n{json.loads(as_json)['text']}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--batch-size", "2"], "llama.cpp generates one text at a time"),
+        (["--dtype", "float32"], "--dtype must be auto for a GGUF file"),
+    ],
+)
+def test_options_without_a_counterpart_are_refused(
+    run: Any, options: list[str], expected: str
+) -> None:
+    code, _, error = run("--prompt", "a", "--goal", "positive", *options)
+    assert code == 2
+    assert expected in error
+
+
+def test_an_hmm_of_another_tokenizer_is_refused(run: Any, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    hmm = HMM.random(4, 49152, eos_token_id=0)
+    config = replace(hmm.config, tokenizer_fingerprint="sha256:0")
+    HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(tmp_path)
+    code, _, error = run("--prompt", "a", "--goal", "positive", hmm=str(tmp_path))
+    assert code == 1
+    assert "was made with another tokenizer" in error
+
+
+def test_commands_that_need_transformers_say_so(
+    smollm2_gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["explain", str(smollm2_gguf), "--hmm", HMM_FOLDER, "--goal", "positive"]
+    monkeypatch.setattr("sys.argv", ["foretrace", *arguments, "--prompt", "a"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "only `foretrace generate` and `foretrace distill`" in capsys.readouterr().err

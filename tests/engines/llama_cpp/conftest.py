@@ -1,0 +1,53 @@
+"""A real LM in llama.cpp, and goals for it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretrace.attribute import AttributeStore
+from foretrace.engines.token_bytes import TokenBytes
+from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
+from foretrace.steering import Goal
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture(scope="session")
+def llm(smollm2_gguf: Path) -> Iterator[Any]:
+    from foretrace.gguf import load_llama
+
+    llm = load_llama(str(smollm2_gguf), n_ctx=256, n_threads=1)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(llm: Any) -> Any:
+    from foretrace.gguf import GGUFTokenizer
+
+    return GGUFTokenizer(llm)
+
+
+@pytest.fixture(scope="session")
+def hmm() -> HMM:
+    return HMM.from_pretrained(EXAMPLES / "smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def goals_of(hmm: HMM, tokenizer: Any) -> Callable[[str], list[Goal]]:
+    """Goals by kind, as in `host_goals`, but of real attributes."""
+    attributes, token_bytes = AttributeStore(EXAMPLES / "attributes"), TokenBytes.of(tokenizer)
+    kinds = {
+        "product": [attributes["nontoxic"]],
+        "rewards": [attributes["positive"]],
+        "two goals": [attributes["nontoxic"], attributes["political"]],
+        "required text": [attributes["positive"] & token_bytes.mentions("lighthouse")],
+    }
+
+    def goals_of(kind: str) -> list[Goal]:
+        return [Goal(Lookahead(hmm, one, 16), level="strong") for one in kinds[kind]]
+
+    return goals_of
