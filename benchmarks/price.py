@@ -10,6 +10,7 @@ position. --quick runs one attribute and shorter texts.
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +37,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("nontoxic", "positive", "negative", "political", "business")
 END = [0]
 BLOCK = 32  # tokens
+COPIES = 2  # texts for each prompt
+PROMPTS = 16  # prompts in a batch
+BARE = "bare"
 PAPER = "paper transform (20, -63), 3 tokens"
+EVERY = "every occurrence counts"
 
 
 def main() -> None:
@@ -122,33 +127,75 @@ def _drift(
         transform = ft.LogitAffine(20.0, -63.0)
         goals[PAPER] = ft.Goal(ft.Lookahead(hmm, product, 3), transform=transform)
     torch.manual_seed(0)
-    sampler = Sampler(lm, ends=[], max_new_tokens=length, top_p=0.9)
-    bare = [row[0].tokens for row in sampler.draw(prompts, 1)]
-    bare_nats = [_by_block(nats) for nats in _nats(lm, prompts, bare)]
-    report.add("bare: 4-grams that occurred before in the text", _repetition(bare), "")
-    for name, goal in goals.items():
-        scored = [
-            _by_block(retrospect(lm, [goal], prompt, text, END)[:, 0])
-            for prompt, text in zip(prompts, bare, strict=True)
-        ]
-        first, last = (fmean(row[i] for row in scored) for i in (0, -1))
-        drift = abs(last / first - 1)
-        limit = 0.2 if name == "medium" else None
-        report.add(f"{name}: price of tokens 1-{BLOCK} of bare texts", first, "nats")
-        report.add(f"{name}: price of the last {BLOCK}", last, "nats")
-        report.add(f"{name}: change of the price", drift, "", at_most=limit)
-        steered = [row[0].tokens for row in sampler.draw(prompts, 1, [goal])]
-        nats = [_by_block(row) for row in _nats(lm, prompts, steered)]
-        ratios = [
-            exp(fmean(row[i] for row in nats) - fmean(row[i] for row in bare_nats))
-            for i in range(length // BLOCK)
-        ]
+    drawn = {BARE: _draw(lm, prompts, length), f"{BARE}, drawn again": _draw(lm, prompts, length)}
+    _drift_of_prices(lm, prompts, drawn[BARE], goals, report)
+    drawn |= {name: _draw(lm, prompts, length, [goal]) for name, goal in goals.items()}
+    nats = {name: _nats_by_block(lm, prompts, rows) for name, rows in drawn.items()}
+    for name, rows in drawn.items():
+        report.add(f"{name}: 4-grams that occurred before in the text", _repetition(rows), "")
+        if name == BARE:
+            continue
+        ratios = [exp(one - bare) for one, bare in zip(nats[name], nats[BARE], strict=True)]
         worst = max(abs(ratio - 1) for ratio in ratios)
         limit = 0.1 if name == "medium" else None
         report.add(f"{name}: perplexity of the last {BLOCK} tokens / bare", ratios[-1], "")
         report.add(f"{name}: largest change of a block's perplexity", worst, "", at_most=limit)
-        repeated = _repetition(steered)
-        report.add(f"{name}: 4-grams that occurred before in the text", repeated, "")
+
+
+def _drift_of_prices(
+    lm: Any,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[list[int]]],
+    goals: dict[str, ft.Goal],
+    report: Report,
+) -> None:
+    """Compare the price of the first and the last tokens of bare texts, in retrospect.
+
+    Evidence is also scored as if a token counted at every occurrence. The entropy of the LM shows
+    how much there is to steer.
+    """
+    goals = goals | {f"medium, {EVERY}": _every_occurrence(goals["medium"])}
+    first_texts = [rows[0] for rows in texts]
+    scored = [
+        retrospect(lm, list(goals.values()), prompt, text, END)
+        for prompt, text in zip(prompts, first_texts, strict=True)
+    ]
+    entropies = [
+        _entropy(text_logits(lm, prompt, text))
+        for prompt, text in zip(prompts, first_texts, strict=True)
+    ]
+    columns = {name: [rows[:, i] for rows in scored] for i, name in enumerate(goals)}
+    for name, rows in ({"entropy of the LM": entropies} | columns).items():
+        first, last = (fmean(_by_block(row)[i] for row in rows) for i in (0, -1))
+        limit = 0.2 if name == "medium" else None
+        report.add(f"{name}: tokens 1-{BLOCK} of bare texts", first, "nats")
+        report.add(f"{name}: the last {BLOCK}", last, "nats")
+        report.add(f"{name}: change", abs(last / first - 1), "", at_most=limit)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+def _every_occurrence(goal: ft.Goal) -> ft.Goal:
+    """Return a goal in which a token's evidence counts at every occurrence."""
+    lookahead = goal.lookahead
+    evidence = [replace(one, once=False) for one in lookahead.attribute.evidence]
+    attribute = replace(lookahead.attribute, evidence=tuple(evidence))
+    return ft.Goal(ft.Lookahead(lookahead.hmm, attribute, lookahead.horizon))
+
+
+def _draw(
+    lm: Any, prompts: Sequence[Sequence[int]], length: int, goals: Sequence[ft.Goal] = ()
+) -> list[list[list[int]]]:
+    """Draw COPIES texts for each prompt."""
+    sampler = Sampler(lm, ends=[], max_new_tokens=length, top_p=0.9)
+    drawn: list[list[list[int]]] = []
+    for start in range(0, len(prompts), PROMPTS):
+        rows = sampler.draw(prompts[start : start + PROMPTS], COPIES, goals)
+        drawn += [[text.tokens for text in row] for row in rows]
+    return drawn
 
 
 def _by_block(values: Tensor) -> list[float]:
@@ -156,18 +203,23 @@ def _by_block(values: Tensor) -> list[float]:
     return [float(block.mean()) for block in torch.split(values, BLOCK)]
 
 
-def _repetition(texts: Sequence[list[int]], n: int = 4) -> float:
+def _repetition(drawn: Sequence[Sequence[list[int]]], n: int = 4) -> float:
     """Return the share of n-grams of tokens that occurred before in the same text."""
+    texts = [text for rows in drawn for text in rows]
     ngrams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
     return 1 - sum(len(set(row)) for row in ngrams) / sum(map(len, ngrams))
 
 
-def _nats(lm: Any, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> list[Tensor]:
-    """Return the negative log-likelihood of every token."""
-    return [
-        -text_logits(lm, prompt, text).log_softmax(-1).gather(1, torch.tensor(text)[:, None])[:, 0]
-        for prompt, text in zip(prompts, texts, strict=True)
+def _nats_by_block(
+    lm: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[list[int]]]
+) -> list[float]:
+    """Return the mean negative log-likelihood of the tokens of each block."""
+    blocks = [
+        _by_block(-text_logits(lm, prompt, text).log_softmax(-1)[torch.arange(len(text)), text])
+        for prompt, rows in zip(prompts, drawn, strict=True)
+        for text in rows
     ]
+    return [fmean(column) for column in zip(*blocks, strict=True)]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Needs an environment with vLLM. Sends requests to a server of SmolLM2 over HTTP for ten minutes, or
 for a few seconds with --quick. Nothing may crash, every valid request must be answered, and memory
-must not grow after the warm-up.
+must not grow after the warm-up. Every other phase, a hostile client with a key of its own sends new
+goals as fast as it can. The latency of a client with a known goal is compared between the phases.
 """
 
 import asyncio
@@ -12,7 +13,9 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -21,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from foretrace.hmm import HMM
 from harness import Report, options
 from random_attributes import write_random
-from server import completion, serving, steered
+from server import API_KEY, HOSTILE_KEY, completion, serving, steered
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 STABLE, CHANGING = 12, 12  # attributes that stay; that are replaced, damaged and removed
 CLIENTS = 24
+HOSTILE = 16  # concurrent requests of the hostile client
+PHASES = 10  # without and with the hostile client, in turns
 KINDS = {"stable": 5, "changing": 2, "plain": 2, "bad": 2, "abort": 1}  # of requests, and weights
 BAD = ["nobody", "s0 &", "../s0", "s0" * 600, "~" * 300, "s0 & " * 40 + "s0", '"\u2603"']
 
@@ -40,6 +45,12 @@ class Tally:
     aborted: int = 0
     wrong: list[str] = field(default_factory=list)
     """Descriptions of requests that were answered wrongly or not at all."""
+    hostile: int = 0
+    """Requests of the hostile client."""
+    hostile_refused: int = 0
+    """Those that were refused with HTTP 429."""
+    latencies: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Seconds of requests with a known goal, without and with the hostile client."""
 
 
 def main() -> None:
@@ -51,8 +62,9 @@ def main() -> None:
         folder = Path(scratch) / "attributes"
         for index in range(STABLE):
             _write(folder, f"s{index}", index)
-        tables = ["--tables", Path(scratch) / "tables", "--memory", 8, "--disk", 64]
-        command = steered(find_smollm2(), EXAMPLE, folder, *tables, "--max-num-seqs", 16)
+        settings = ["--tables", Path(scratch) / "tables", "--memory", 8, "--disk", 64]
+        settings += ["--max-num-seqs", 16, "--api-key", API_KEY, HOSTILE_KEY]
+        command = steered(find_smollm2(), EXAMPLE, folder, *settings)
         with serving(command, Path(scratch) / "log") as address:
             tally, sizes = asyncio.run(_load(address, folder, seconds))
             log = (Path(scratch) / "log").read_text("utf-8", "replace")
@@ -61,6 +73,11 @@ def main() -> None:
     report.add("refused with HTTP 400", tally.refused, "requests")
     report.add("aborted by the client", tally.aborted, "requests")
     report.add("answered wrongly or not at all", len(tally.wrong), "requests", at_most=0)
+    quiet, busy = map(median, tally.latencies)
+    report.add("requests of the hostile client", tally.hostile, "requests")
+    report.add("of these refused with HTTP 429", tally.hostile_refused, "requests")
+    report.add("median latency of a known goal", quiet, "s")
+    report.add("latency beside the hostile client / without", busy / quiet, "", at_most=1.3)
     report.add("tracebacks in the log", log.count("Traceback"), "", at_most=0)
     report.add("memory of all processes after warm-up", warm[0], "MB")
     report.add("memory at the end / after warm-up", warm[-1] / warm[0], "", at_most=1.05)
@@ -86,14 +103,60 @@ async def _load(
     sizes: list[tuple[float, float]] = []
     http = AsyncClient(limits=Limits(max_connections=100), timeout=300)
     async with AsyncOpenAI(
-        base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http
+        base_url=f"{address}/v1", api_key=API_KEY, max_retries=20, http_client=http
     ) as client:
         end = start + seconds
+        phases = Phases(start, seconds)
+        hostile, numbers = client.with_options(api_key=HOSTILE_KEY, max_retries=0), count()
         tasks = [_client(client, tally, end, seed) for seed in range(CLIENTS)]
+        tasks += [_hostile_client(hostile, tally, phases, numbers) for _ in range(HOSTILE)]
+        tasks.append(_known_client(client, tally, phases))
         tasks.append(_change_attributes(folder, end))
         tasks.append(_watch_memory(sizes, start, end))
         await asyncio.gather(*tasks)
     return tally, sizes
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a run: the hostile client sends in every second one."""
+
+    start: float
+    seconds: float
+
+    def current(self) -> int | None:
+        """Return 1 if the hostile client sends now, 0 if not, and None after the end."""
+        elapsed = (time.monotonic() - self.start) / self.seconds
+        return int(elapsed * PHASES) % 2 if elapsed < 1 else None
+
+
+async def _known_client(client: Any, tally: Tally, phases: Phases) -> None:
+    """Measure the latency of requests whose table was built before."""
+    request = completion("One day", {"goal": "s0"}, max_tokens=16)
+    await client.completions.create(model="lm", **request)
+    while (phase := phases.current()) is not None:
+        start = time.monotonic()
+        await client.completions.create(model="lm", **request)
+        if phases.current() == phase:
+            tally.latencies[phase].append(time.monotonic() - start)
+
+
+async def _hostile_client(client: Any, tally: Tally, phases: Phases, numbers: "count[int]") -> None:
+    """Send goals that nobody used before, one after the other."""
+    from openai import RateLimitError
+
+    while (phase := phases.current()) is not None:
+        if phase == 0:
+            await asyncio.sleep(0.05)
+            continue
+        number = next(numbers)
+        text = f"never {number} again, and once more {number}"
+        request = completion("One day", {"goal": f's{number % STABLE} & ~mentions("{text}")'})
+        tally.hostile += 1
+        try:
+            await client.completions.create(model="lm", max_tokens=1, **request)
+        except RateLimitError:
+            tally.hostile_refused += 1
 
 
 async def _client(client: Any, tally: Tally, end: float, seed: int) -> None:
