@@ -38,17 +38,17 @@ SMALLER = {  # the pages' own sizes take hours
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
 }
-SERVING = "docs/serving.md"  # needs vLLM
-ENGINES = "docs/how-to/engines.md"
+SERVING = "docs/guides/serve.md"  # needs vLLM
+ENGINES = "docs/guides/engines.md"
 LLAMA_CPP = "llama.cpp"  # a section, which needs llama-cpp-python
 LEFT_OUT = {ENGINES: [LLAMA_CPP]}
-MAKE_HMM = {"docs/em.md", "docs/distill.md", "docs/tutorial.md"}  # these write my-hmm
+MAKE_HMM = {"docs/guides/train.md", "docs/guides/distill.md", "docs/get-started.md"}  # these write my-hmm
 NEEDED = {
-    "docs/tutorial.md": ["gradio"],
-    "docs/how-to/playground.md": ["gradio"],
-    "docs/how-to/strength.md": ["yaml"],
-    "docs/how-to/reproduce.md": ["yaml"],
-    "docs/evaluation.md": ["yaml"],
+    "docs/get-started.md": ["gradio"],
+    "docs/guides/playground.md": ["gradio"],
+    "docs/guides/levels.md": ["yaml"],
+    "docs/guides/reproduce.md": ["yaml"],
+    "docs/guides/evaluate.md": ["yaml"],
 }
 PAGES = [
     str(page.relative_to(PROJECT))
@@ -130,7 +130,7 @@ def test_the_tutorial_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None
     if not has_fast_bfloat16():
         replacements["--dtype bfloat16"] = "--dtype float32"
     write_docs_folder(tmp_path, lm=smollm2)
-    printed = run_fresh("docs/tutorial.md", tmp_path, replacements)
+    printed = run_fresh("docs/get-started.md", tmp_path, replacements)
     assert "lighthouse" in printed
     assert (tmp_path / "why.html").exists()
 
