@@ -1,4 +1,4 @@
-"""The page of what works in which engine, docs/compatibility.md, generated from the tests.
+"""The page of what works in which engine, docs/project/compatibility.md, generated from the tests.
 
     python tests/compatibility.py          write the page
     python tests/compatibility.py --check  exit with 1 if the page is out of date
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "compatibility.md"
+PAGE = TESTS.parent / "docs" / "project" / "compatibility.md"
 ENGINES = (
     "transformers generate",
     "transformers sampler",
@@ -71,7 +71,7 @@ INTRODUCTION = """\
 
 *transformers generate* is `ft.generate` and `SteeringProcessor`. *transformers sampler* is
 `Sampler`, which `foretrace evaluate` uses. *host* is `HostProcessor`, for
-[any engine with logits on the host](how-to/engines.md). *Constraints* are required and forbidden
+[any engine with logits on the host](../guides/engines.md). *Constraints* are required and forbidden
 text. *Batch* means that texts with different goals are generated at once.
 """
 

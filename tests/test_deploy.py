@@ -37,8 +37,8 @@ def test_the_dashboard_and_the_alerts_name_metrics_that_exist() -> None:
     assert {name for name in exported if name.endswith(("_total", "_bucket"))} <= named
 
 
-def test_the_page_on_serving_names_all_metrics() -> None:
-    page = (DEPLOY.parent / "docs" / "serving.md").read_text("utf-8")
+def test_the_page_on_metrics_names_all_metrics() -> None:
+    page = (DEPLOY.parent / "docs" / "reference" / "metrics.md").read_text("utf-8")
     families = {name.removesuffix("_bucket") for name in exported_metrics()}
     assert all(f"`{name}`" in page for name in families if not name.endswith(("_count", "_sum")))
 

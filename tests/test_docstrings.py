@@ -18,7 +18,7 @@ import foretrace as ft
 from docs_folder import docs_tokenizer, nontoxic
 from tiny_lm import tiny_hmm, tiny_model
 
-REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference" / "python.md"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # `ft.distill` may also be the package of that name; `__getattr__` always returns the function.
 EXPORTED: dict[str, Any] = {f"foretrace.{name}": ft.__getattr__(name) for name in ft.__all__}

@@ -13,7 +13,6 @@ import pytest
 import forked
 from docs_folder import write_docs_folder
 from page_runner import PROJECT, blocks, run_page_strictly, sections
-from smollm2 import has_fast_bfloat16
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -38,17 +37,19 @@ SMALLER = {  # the pages' own sizes take hours
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
 }
-SERVING = "docs/serving.md"  # needs vLLM
-ENGINES = "docs/how-to/engines.md"
+SERVING = "docs/guides/serve.md"  # needs vLLM
+ENGINES = "docs/guides/engines.md"
 LLAMA_CPP = "llama.cpp"  # a section, which needs llama-cpp-python
 LEFT_OUT = {ENGINES: [LLAMA_CPP]}
-MAKE_HMM = {"docs/em.md", "docs/distill.md", "docs/tutorial.md"}  # these write my-hmm
+DISTILL = "docs/guides/distill.md"
+SMALL_HMM = "A small HMM"  # its section that takes minutes
+MAKE_HMM = {"docs/guides/train.md", DISTILL}  # these write my-hmm
 NEEDED = {
-    "docs/tutorial.md": ["gradio"],
-    "docs/how-to/playground.md": ["gradio"],
-    "docs/how-to/strength.md": ["yaml"],
-    "docs/how-to/reproduce.md": ["yaml"],
-    "docs/evaluation.md": ["yaml"],
+    "docs/guides/playground.md": ["gradio"],
+    "docs/guides/levels.md": ["yaml"],
+    "docs/guides/reproduce.md": ["yaml"],
+    "docs/guides/evaluate.md": ["yaml"],
+    "docs/guides/compare.md": ["yaml"],
 }
 PAGES = [
     str(page.relative_to(PROJECT))
@@ -119,20 +120,23 @@ def test_a_page_runs(page: str, docs_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
-    size = "--states 256 --sequences 4000 --held-out 200 --epochs 8 --batch-size 512"
-    replacements = {size: "--states 16 --sequences 96 --held-out 16 --epochs 2", **SMALLER}
-    replacements = {
-        old: new for old, new in replacements.items() if not old.startswith("examples/")
-    }
-    for option in ("--attribute sea", "--top-p 0.9", "--goal sea"):
-        replacements[option] = f"{option} --max-new-tokens 4"
-    if not has_fast_bfloat16():
-        replacements["--dtype bfloat16"] = "--dtype float32"
+def test_get_started_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
+    for_real_lm = {old: new for old, new in SMALLER.items() if not old.startswith("examples/")}
+    shorter = {option: f"{option} --max-new-tokens 4" for option in ("--top-p 0.9", "--goal sea")}
     write_docs_folder(tmp_path, lm=smollm2)
-    printed = run_fresh("docs/tutorial.md", tmp_path, replacements)
+    printed = run_fresh("docs/get-started.md", tmp_path, {**for_real_lm, **shorter})
     assert "lighthouse" in printed
     assert (tmp_path / "why.html").exists()
+
+
+@pytest.mark.slow
+def test_a_small_hmm_is_distilled_from_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
+    size = "--states 256 --sequences 4000 --held-out 200 --epochs 8 --batch-size 512"
+    replacements = {size: "--states 16 --sequences 96 --held-out 16 --epochs 2", **SMALLER}
+    write_docs_folder(tmp_path, lm=smollm2)
+    others = [section for section in sections(PROJECT / DISTILL) if section != SMALL_HMM]
+    run_fresh(DISTILL, tmp_path, replacements, others)
+    assert (tmp_path / "my-small-hmm" / "config.json").exists()
 
 
 @pytest.mark.vllm

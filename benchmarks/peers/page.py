@@ -49,7 +49,7 @@ def _introduction(command: str, suites: Mapping[str, Results]) -> list[str]:
         "What people would use instead of foretrace, measured in the same harness: the same "
         "prompts, seeds and "
         "judges. All methods but prompting, best of n and foretrace are "
-        "[plug-ins](../evaluation.md#plug-ins) in "
+        "[plug-ins](../guides/compare.md#plug-ins) in "
         "`benchmarks/peers`. One command makes this page, and continues where it stopped:",
         "",
         f"```bash\n{command}\n```",

@@ -65,7 +65,7 @@ def _bfloat16_flag() -> str | None:
     """Return the CPU's flag for native bfloat16, or None if there is none or it is not known.
 
     Torch has no public function for this. Without native instructions, torch emulates bfloat16
-    matrix products, which is several times slower than float32.
+    matrix products. This is several times slower than float32.
     """
     try:
         lines = CPUINFO.read_text("utf-8", errors="replace").splitlines()

@@ -37,9 +37,9 @@ READABLE_DTYPES = frozenset(
 
 @contextmanager
 def atomic_write(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and rename it to `path` after it is flushed to disk.
+    """Yield a temporary path next to `path`, and rename it to `path` after it is flushed to disk.
 
-    Without `replace`, an existing file is kept and FileExistsError is raised.
+    Without `replace`, keep an existing file and raise FileExistsError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{uuid4().hex}.partial")

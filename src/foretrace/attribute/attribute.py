@@ -46,9 +46,9 @@ class Attribute:
     text must avoid. Or evidence, p(s | x) = sigma(bias + sum_i v(x_i)), with rewards v of either
     sign: what speaks for and against.
 
-    Attributes are combined by `&` (the product a * b), `|` (a + b - a * b), `~` (1 - a) and `**`
-    (a to the power of k: k independent readers would all agree). They count as independent given
-    the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0. Evidence cannot be an
+    Attributes are combined by `&` (the product a * b), `|` (a + b - a * b), `~` (1 - a) and `**`.
+    The power k means that k independent readers would all agree. Attributes count as independent
+    given the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0. Evidence cannot be an
     operand of `|`, because its sum with another classifier is no product.
 
     An attribute is made by `fit`, `fit_each`, `from_weights`, `from_rewards`, `occurrence` or
@@ -140,10 +140,9 @@ class Attribute:
     ) -> Iterator[Self]:
         """Fit one attribute per label; the texts of all other labels are its negatives.
 
-        By default, evidence is fitted to all labels at once by a softmax, unless products that are
-        fitted by absence, compared on up to 10 labels, rank the right label first more often. The
-        log-odds of evidence also rank the labels. The same share of the texts of each label is
-        held out.
+        By default, fit evidence to all labels at once by a softmax, unless products by absence,
+        compared on up to 10 labels, rank the right label first more often. The log-odds of evidence
+        also rank the labels. The same share of the texts of each label is held out.
 
         Args:
             token_ids: The token ids of each text.
@@ -269,8 +268,8 @@ class Attribute:
     ) -> Self:
         """Make the attribute that a text contains one of these substrings.
 
-        Its probability is 1 or 0. Substrings are found anywhere, also within words, and however a
-        text is split into tokens. The prompt does not count. `foretrace.mentions` does the same
+        Its probability is 1 or 0. Substrings are found anywhere, also within words, and with any
+        split of the text into tokens. The prompt does not count. `foretrace.mentions` does the same
         for a tokenizer.
 
         Args:

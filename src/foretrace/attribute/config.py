@@ -112,7 +112,7 @@ def _require_levels(levels: object) -> None:
 
 
 def _require_shallow(fit: Mapping[str, Any]) -> None:
-    """Raise if dictionaries and lists are nested too deep to be written again."""
+    """Raise if dictionaries and lists are nested too deep to write them again."""
     level: list[Any] = [fit]
     for _ in range(MAX_DEPTH):
         level = [

@@ -134,10 +134,10 @@ class Expression:
         return stack[0]
 
     def normalized(self) -> "Expression":
-        """Return the normal form, which is the same for every order and grouping of operands.
+        """Return the normal form, the same for every order and grouping of operands.
 
-        Operands of `&` and `|` are flattened and sorted, and double negations are removed. The
-        probability of the attribute does not change, up to rounding. Operands that occur twice
+        Operands of `&` and `|` are flattened and sorted, without double negations. The probability
+        of the attribute does not change, up to rounding. Operands that occur twice
         stay: `a & a` is not `a`.
 
         Returns:
@@ -269,7 +269,7 @@ def parse(text: str) -> Expression:
     """Parse an expression; `~` binds tightest, then `&`, then `|`.
 
     Names are words (`nontoxic`, `user-17`) or are in double quotes (`"Twilight Sparkle"`).
-    `mentions("refund", "money back")` means that the text contains one of these substrings, which
+    `mentions("refund", "money back")` means that the text contains one of these substrings. They
     are written as in JSON.
 
     Args:

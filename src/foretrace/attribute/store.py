@@ -17,8 +17,8 @@ MAX_NAME_BYTES = 200  # leaves room for the suffix and the name of a temporary f
 class AttributeStore(Mapping[str, Attribute]):
     """A folder with one file per attribute, as a mapping from names to attributes.
 
-    A file is read when its name is looked up, and every time. The file name is the name of the
-    attribute, so a lookup reads no other file.
+    Every lookup of a name reads its file. The file name is the name of the attribute, so a lookup
+    reads no other file.
 
     Args:
         folder: The folder. It may be created later.

@@ -129,7 +129,7 @@ def _parse_budgets(options: list[str]) -> dict[str, float]:
 
 
 def _find_file(attribute: str, folder: Path) -> Path:
-    """Return the file of an attribute, which is given by its path or by its name in a folder."""
+    """Return the file of an attribute, from its path or its name in a folder."""
     from foretrace.attribute import AttributeStore, as_expression, parse
 
     if Path(attribute).is_file():

@@ -85,7 +85,7 @@ def _check_vllm_options(arguments: list[str]) -> None:
         if argument.startswith("--logits-processors"):
             raise InvalidInputError(
                 f"{argument}: this option would replace foretrace's logits processor. Start vLLM "
-                f"directly, and add {PROCESSOR} to its processors, as in docs/serving.md."
+                f"directly, and add {PROCESSOR} to its processors, as in docs/guides/serve.md."
             )
 
 

@@ -47,7 +47,7 @@ class StageProgress(NamedTuple):
         done: Units of work that are done.
         total: Units of work in the stage.
         unit: The name of the unit.
-        note: A remark to show beside the progress.
+        note: A remark to show with the progress.
     """
 
     stage: str

@@ -18,8 +18,8 @@ def logits_processor(
     """Return a logits processor for one text of MLX-LM.
 
     Pass it to `mlx_lm.generate(..., logits_processors=[processor])`. The HMM stays with torch, on
-    the CPU: every token's logits are copied, which is cheap where memory is shared. A `draft_model`
-    is not supported: MLX-LM does not pass the prompt to processors then.
+    the CPU: copying the logits of every token is cheap where memory is shared. A `draft_model` is
+    not supported: MLX-LM does not pass the prompt to processors then.
 
     Args:
         goals: The goals, as for `HostProcessor`.

@@ -88,7 +88,7 @@ def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -
 def marker(text: str, tokenizer: "PreTrainedTokenizerBase") -> Marker:
     """Return a marker: a string in the generated text after which a goal begins, or ends.
 
-    It is found however the text is split into tokens, and also if it is a special token. Case
+    It is found with any split of the text into tokens, and also if it is a special token. Case
     matters.
 
     Args:

@@ -1,4 +1,4 @@
-"""Metrics by position: texts are cut into blocks of tokens, and every block is measured.
+"""Metrics by position: those of every block of tokens of a text.
 
 A block of texts is a list for each prompt with the part of each continuation that is in the block;
 it is empty where the continuation has ended before.

@@ -127,7 +127,7 @@ def judge_texts(
     batch_size: int = BATCH,
     observe: Observe = lambda done, total: None,
 ) -> Judgements:
-    """Score texts in batches; texts whose score is cached are not judged again.
+    """Score texts in batches, without those whose score is cached.
 
     Args:
         texts: The texts. Equal texts are judged once.

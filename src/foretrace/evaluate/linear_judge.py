@@ -37,7 +37,7 @@ class LinearJudgeConfig:
         encoder_tokens: The number of tokens after which the encoder truncates a text.
         buckets: The number of hashed word features (words and pairs of words), and also of hashed
             character features.
-        embedding_scale: The factor of embeddings, which have length 1 like the TF-IDF features.
+        embedding_scale: The factor of embeddings. They have length 1 like the TF-IDF features.
         regularisation: The inverse regularization strength C of scikit-learn.
         source: The name of the training data.
 

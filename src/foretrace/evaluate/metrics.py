@@ -1,7 +1,7 @@
 """Metrics of generated texts, with confidence intervals over prompts.
 
-Metrics follow DExperts. A continuation that could not be judged or measured is dropped and
-counted. It never contributes a number.
+Metrics follow DExperts. They drop continuations that could not be judged or measured, and count
+them.
 """
 
 import re

@@ -29,8 +29,8 @@ class Plugin:
         processor: A function from the prompts of a batch to a logits processor for that batch. The
             rows of the processor are the continuations: those of the first prompt, then those of
             the second, and so on. Ids are padded on the left.
-        hook: A function that returns a context manager, which is active while a batch is generated.
-            It may change the LM, and restores it at the end.
+        hook: A function that returns a context manager. It is active while a batch is generated. It
+            may change the LM, and restores it at the end.
         model: A model that generates instead of the LM. It has the LM's tokenizer.
         identity: A checksum of what the options do not tell, such as trained weights. Texts are
             generated again if it changes.

@@ -72,7 +72,7 @@ def goal_identity(goal: Goal) -> tuple[str | float, ...]:
 def fit_attributes(
     suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> AttributeStore:
-    """Fit the suite's attributes; those that were fitted by the same plan before are kept."""
+    """Fit the suite's attributes; keep those that were fitted by the same plan before."""
     settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     for name, plan in suite.attributes.items():

@@ -58,7 +58,7 @@ class EvaluationConfig:
         out: The folder of all outputs, from which an interrupted evaluation resumes.
         prompts: The number of prompts; None for all.
         continuations: The number of continuations of each prompt; None for the suite's.
-        methods: The methods to run beside the baseline; empty for all.
+        methods: The methods to run with the baseline; empty for all.
         seed: The seed of sampling.
         rows: The number of sequences in a batch.
         encoder: The sentence encoder of trained judges, by folder or hub id.

@@ -61,7 +61,7 @@ class Table:
             A dictionary from column to value for each row.
 
         Raises:
-            InvalidFileError: If the file cannot be read, has no such column, or no row is left.
+            InvalidFileError: If the file cannot be read, has no such column, or has no row to keep.
         """
         path = Path(data) / self.file
         rows = _tabular.read_rows(path)

@@ -162,7 +162,8 @@ class EmissionSubset(NamedTuple):
 class DenseEmission:
     """Emission probabilities as a (V, h) table: `table[x, z]`. Columns sum to 1.
 
-    The table is token-major because filtering reads the row of one token, which is then contiguous.
+    The table is token-major because filtering reads the row of one token. The row is then
+    contiguous.
     """
 
     kind: ClassVar[str] = "dense"

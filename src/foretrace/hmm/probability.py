@@ -155,7 +155,7 @@ def transposed(table: Tensor) -> Tensor:
 def emit_only_ends_(emission: Tensor, ends: Sequence[int]) -> Tensor:
     """Let the last state emit the ends of texts and nothing else, and it alone: (V, h), in place.
 
-    Each end after the first, which is the usual one, has the probability RARE_END.
+    The first end is the usual one. Each other end has the probability RARE_END.
     """
     emission[list(ends)] = 0.0
     emission[:, -1] = 0.0

@@ -69,7 +69,7 @@ class TermWeights:
     def coefficient_sum(self) -> Tensor:
         """Return the sum of `scaled_coefficients` over the terms: (n,) float64.
 
-        Differences from the largest past are summed, which is accurate where terms cancel.
+        Sums are those of differences from the largest past, for accuracy where terms cancel.
         """
         rest = (self.coefficients * (self.log_past - self.log_scale).expm1()).sum(0)
         return self.coefficients.sum(0) + rest

@@ -54,7 +54,7 @@ def find_strength(
         tolerance: The largest relative error of the price.
 
     Returns:
-        The strength, which is a key of `known`.
+        The strength, a key of `known`.
     """
     for _ in range(MAX_EVALUATIONS):
         if known and abs(known[best := _nearest(known, budget)] / budget - 1) <= tolerance:
@@ -110,8 +110,8 @@ def _next_strength(known: Mapping[float, float], budget: float, start: float) ->
 def at_level(attribute: Attribute, level: str, hmm: HMM) -> Attribute:
     """Return the power of an attribute that a level stands for.
 
-    An attribute that was not calibrated is calibrated with the HMM alone, which takes seconds and
-    is logged. Attributes without powers and constraints are returned as they are.
+    If the attribute was not calibrated, calibrate it with the HMM alone, and log a warning. This
+    takes seconds. Attributes without powers and constraints are returned as they are.
 
     Args:
         attribute: The attribute.

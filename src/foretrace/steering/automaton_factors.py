@@ -83,7 +83,7 @@ class AutomatonStep:
         """Replace the factors of the default transition for the listed tokens: (n, V or more).
 
         Log-factors may differ beyond the float32 range. They are relative to a base for each row:
-        that of the default transition, unless it is negligible beside the largest.
+        that of the default transition, unless it is negligible compared with the largest.
         """
         rows, tokens = self.automata.rows.rows, self.automata.tokens
         transition = self._transitions(tokens)  # (A, U)
@@ -155,7 +155,7 @@ class AutomatonStep:
     def _summed(self, ratio: Tensor, weights: Tensor, target: Tensor) -> Tensor:
         """Sum over the terms, take the logarithm, and transform: (C, U), (C, U), (A, U) -> (A, U).
 
-        The weights of a single term are logarithms, which are added after the sum.
+        The weights of a single term are logarithms, added after the sum.
         """
         index, logarithmic = self.automata.column_rows, self.automata.logarithmic
         parts = (ratio * torch.where(logarithmic, 1.0, weights), weights * logarithmic)

@@ -36,8 +36,8 @@ class Goal:
         level: "mild", "medium" or "strong". `foretrace calibrate` finds the strengths of an
             attribute's levels. Without it, they are found with the HMM alone. Constraints and
             attributes without powers have strength 1 at all levels.
-        transform: The paper's transform of the EAP, sigma(scale * logit(p) + shift), which is
-            applied after the expectation, with strength 1. By default, none.
+        transform: The paper's transform of the EAP, sigma(scale * logit(p) + shift). It is applied
+            after the expectation, with strength 1. By default, none.
         neutral_end: Whether end-of-text tokens keep their probability. If not, steering is exact
             also for the length of texts.
         after: A marker of `foretrace.marker`. The goal begins with the token after it, or at once

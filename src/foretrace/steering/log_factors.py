@@ -94,7 +94,7 @@ def _of_rows(values: Tensor, plan: Plan) -> Tensor:
 def _scaled(plan: Plan, log_past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return scaled coefficients (C,), their sums (G,) and the log-scales (G,).
 
-    Sums are those of the differences from the largest past, which is accurate where terms cancel.
+    Sums are those of the differences from the largest past, for accuracy where terms cancel.
     """
     goals = plan.columns.goals
     coefficients, log_term = plan.coefficients, log_past + plan.log_coefficients

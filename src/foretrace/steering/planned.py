@@ -20,7 +20,7 @@ class GoalKind(IntEnum):
 
 
 class PlannedRow(NamedTuple):
-    """A row to plan: its index in the logits, its slot, and its request, which has goals."""
+    """A row to plan: its index in the logits, its slot, and its request with goals."""
 
     row: int
     slot: int

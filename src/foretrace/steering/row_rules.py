@@ -48,8 +48,7 @@ class RowRules(NamedTuple):
             measure: Whether to compute prices.
 
         Returns:
-            If they are computed, the prices of the rows in nats, (n,), which are 0 outside the
-            window.
+            If they are computed, the prices of the rows in nats, (n,); 0 outside the window.
         """
         blocks = row_blocks(logits)
         if len(blocks) == 1:

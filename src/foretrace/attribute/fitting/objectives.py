@@ -1,7 +1,7 @@
 """The objectives of a fit: find token costs that explain the scores of texts.
 
 A weight is w(x) = exp(-cost(x)) with a cost of at least 0. The log-probability of a text is minus
-the sum of its tokens' costs, which is linear in its token counts.
+the sum of its tokens' costs. It is linear in its token counts.
 
 The penalty is a pseudocount. For every token it adds `penalty` texts that consist of this token and
 have the attribute. It prevents a rare token from getting an extreme weight from a single text.

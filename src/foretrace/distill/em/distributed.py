@@ -80,8 +80,8 @@ def launched_group() -> ProcessGroup:
 def process_group(device: torch.device | str = "cpu") -> Iterator[ProcessGroup]:
     """Connect the processes that torchrun started, by NCCL on GPUs and by gloo on CPUs.
 
-    Without torchrun, or if the processes are connected already, nothing is connected or closed.
-    Inside the context, the processes on one machine divide its cores among them.
+    Connect and close nothing without torchrun, or if the processes are connected already. Inside
+    the context, the processes on one machine divide its cores among them.
 
     Args:
         device: The device that this process trains on.

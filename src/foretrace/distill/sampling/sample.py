@@ -129,7 +129,7 @@ def sample(
 
 
 class Opening(NamedTuple):
-    """How a row begins: the LM reads the context, then the prefix, which is part of the row."""
+    """How a row begins: the LM reads the context, then the prefix, part of the row."""
 
     context: list[int]
     prefix: list[int]
@@ -138,8 +138,8 @@ class Opening(NamedTuple):
 class Openings:
     """The openings of the rows of a corpus: prompts, or nothing.
 
-    A text begins with the token that begins texts, which is its context. Prompts are cut to half a
-    row, so that at least half of each row is sampled. Every row of a corpus of chats answers one.
+    The context of a text is the token that begins texts. Prompts are cut to half a row, so that the
+    LM samples at least half of each row. Every row of a corpus of chats answers one.
     """
 
     def __init__(self, source: Source, prompts: Sequence[Prompt], config: SamplingConfig) -> None:

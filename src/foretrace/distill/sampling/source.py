@@ -106,7 +106,7 @@ def find_ends(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text: of texts one, `token` or the tokenizer's own.
 
-    An answer in a chat ends at the end of its turn in the chat template, which is the usual end, at
+    An answer in a chat usually ends at the end of its turn in the chat template. It also ends at
     `token` or the tokenizer's end of text, and at the model's own ends.
     """
     if not chat:

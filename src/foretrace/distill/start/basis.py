@@ -13,8 +13,8 @@ class Basis:
     """A projection of hidden states to their principal axes, with the strong axes damped.
 
     k-means needs a hundred dimensions, not thousands: fewer to store and to compare. Each axis is
-    divided by the fourth root of its variance, which is halfway to whitening. Otherwise the few
-    strongest axes would dominate the distances.
+    divided by the fourth root of its variance: halfway to whitening. Otherwise the few strongest
+    axes would dominate the distances.
     """
 
     mean: Tensor  # (d,)

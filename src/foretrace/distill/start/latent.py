@@ -1,9 +1,9 @@
 """Latent variable distillation: initialise an HMM for EM from clusters of an LM's hidden states.
 
 A state of an HMM emits a token and determines what follows. So each position of a text is described
-by two hidden states of the LM: the one that predicts the token, and the one that has read it, both
-projected to their principal axes. k-means over these pairs assigns a state to every position.
-Counts of states, transitions and emitted tokens yield the three tables.
+by two hidden states of the LM: the one that predicts the token, and the one that has read it. Both
+are projected to their principal axes. Clustering these pairs by k-means assigns a state to every
+position. Counts of states, transitions and emitted tokens yield the three tables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -198,7 +198,7 @@ class LatentStart:
         return (block.vectors for block in self.blocks())
 
     def remove_files(self) -> None:
-        """Remove the files, which are large, once they are no longer needed."""
+        """Remove the large files that are no longer needed."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink(missing_ok=True)
 

@@ -120,7 +120,7 @@ def explain(
 
 
 def _factor_goal(goal: Goal) -> Goal:
-    """Return the goal whose factor is the EAP of a goal's lookahead, which has its strength."""
+    """Return the goal whose factor is the EAP of a goal's lookahead, at its strength."""
     return Goal(goal.lookahead, 1.0, neutral_end=False, after=goal.after, window=goal.window)
 
 

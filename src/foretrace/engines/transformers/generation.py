@@ -31,9 +31,9 @@ def generate(
     Args:
         model: A causal LM of transformers.
         tokenizer: Its tokenizer.
-        prompts: A list. Each prompt is a text, which is continued (an empty one begins a new text),
-            or a chat, which is answered: a list of messages, `{"role": ..., "content": ...}`. A
-            chat goes through the tokenizer's chat template.
+        prompts: A list. Each prompt is a text to continue (an empty one begins a new text), or a
+            chat, which is answered: a list of messages, `{"role": ..., "content": ...}`. A chat
+            goes through the tokenizer's chat template.
         goal: A goal, several goals for all prompts, or a list of goals for each prompt. Several
             goals without a transform are one product.
         max_new_tokens: Tokens to generate at most.

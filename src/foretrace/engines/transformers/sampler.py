@@ -1,8 +1,8 @@
 """Fast top-p sampling of many continuations for each prompt.
 
 The result is distributed as that of `generate` in transformers with `top_p` and
-`num_return_sequences`. The prompt is processed once for all continuations, the vocabulary is not
-sorted, and the log-probability and the price of each continuation are returned.
+`num_return_sequences`. The prompt is processed once for all continuations, without sorting the
+vocabulary. The result has the log-probability and the price of each continuation.
 """
 
 from collections.abc import Callable, Sequence

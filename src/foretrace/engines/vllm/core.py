@@ -105,7 +105,7 @@ class Slot:
         return num_generated - self.num_generated
 
     def forget(self) -> None:
-        """Drop the goals and the state; both are loaded again when they are needed."""
+        """Drop the goals and the state; both can be loaded again."""
         self.request = self.num_generated = None
 
 

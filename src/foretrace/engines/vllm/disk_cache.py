@@ -22,7 +22,7 @@ LOW_WATER = 0.8  # share of the budget that eviction leaves in use
 
 
 class Lease:
-    """A shared file lock that keeps a table from being evicted until it is released.
+    """A shared file lock that keeps a table in the cache until its release.
 
     The kernel drops the lock when the process ends, so that no lease outlives its holder.
     """

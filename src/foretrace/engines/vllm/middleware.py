@@ -59,7 +59,7 @@ class SteeringMiddleware:
 
 
 class _Request:
-    """One request: its body is read whole, and its tables are leased until it is answered."""
+    """One request: its whole body, and leases on its tables until the answer is complete."""
 
     def __init__(
         self, middleware: SteeringMiddleware, scope: Message, receive: Receive, send: Send

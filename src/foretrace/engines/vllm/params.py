@@ -37,7 +37,7 @@ MAX_SCALE, MAX_SHIFT = 1_000.0, 10_000.0
 
 @dataclass(frozen=True)
 class GoalParams:
-    """A conjunction of expressions, which has one lookahead table, and its transform.
+    """A conjunction of expressions with one lookahead table, and its transform.
 
     The operands are in normal form: each is an operand of the outermost `&`, and they are sorted.
     Equal goals therefore have equal operands, in whatever order they are given.

@@ -246,7 +246,7 @@ class TableCache:
                     self._building.pop(key, None)
 
     def _build(self, key: str, goal: GoalParams) -> Lookahead:
-        """Build the table of a goal. Levels that were not calibrated are found with the HMM."""
+        """Build the table of a goal; find strengths that were not calibrated with the HMM."""
         began = perf_counter()
         attributes = {name: self._load(name) for name in goal.names}
         attribute = conjunction(goal.operands, attributes, self._mention, self.hmm)
