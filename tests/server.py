@@ -30,6 +30,7 @@ class RealServer(NamedTuple):
     address: str
     attributes: Path
     tables: Path
+    log: Path
 
     def built(self) -> set[str]:
         """List the tables on disk."""

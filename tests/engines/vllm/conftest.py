@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy_files import DEPLOY
 from foretrace.hmm import HMM
 from random_attributes import write_random
 from server import API_KEY, HOSTILE_KEY, RealServer, serving, steered
@@ -14,14 +15,16 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2-135m"
 
 @pytest.fixture(scope="session")
 def real_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """Serve SmolLM2 with three attributes and an API key."""
+    """Serve SmolLM2 with three attributes, API keys, and logs in JSON."""
     folder = tmp_path_factory.mktemp("real")
     hmm = HMM.from_pretrained(EXAMPLE)
     for i in range(3):
         known = hmm.config.tokenizer_fingerprint
         write_random(folder / "attributes", f"a{i}", hmm.vocab_size, share=0.5, known=known, seed=i)
-    server = RealServer("", folder / "attributes", folder / "tables")
+    server = RealServer("", folder / "attributes", folder / "tables", folder / "log")
     options = ["--max-num-seqs", 16, "--api-key", API_KEY, HOSTILE_KEY, "--tables", server.tables]
     options += ["--enable-scale-out"]  # the route /inference/v1/generate
-    with serving(steered(smollm2, EXAMPLE, server.attributes, *options), folder / "log") as address:
+    command = steered(smollm2, EXAMPLE, server.attributes, *options)
+    environment = {"VLLM_LOGGING_CONFIG_PATH": str(DEPLOY / "logging.json")}
+    with serving(command, server.log, environment=environment) as address:
         yield server._replace(address=address)
