@@ -34,7 +34,7 @@ Row = Mapping[str, object]
 def write_docs_folder(folder: Path, *, lm: Path | None = None) -> Path:
     """Fill a folder; `lm` is the folder of a real LM to use instead of the tiny one.
 
-    With a real LM the folder holds nothing else: the tutorial makes its own HMM and attributes.
+    With a real LM the folder holds nothing else: the pages make their own attributes.
     """
     (folder / "examples").symlink_to(PROJECT / "examples")
     if lm is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LOW_COLOR, HIGH_COLOR, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
 LINE_COLORS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
 CHART_WIDTH, CHART_HEIGHT = 720, 150  # in SVG units, as in the template's viewBox
+AXIS, RELATIVE_AXIS = ("1", "0.5", "0"), ("high", "mean", "low")
+RELATIVE = ". The EAP of evidence is divided by this mean: above 1, the token speaks for the goal"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ def write_page(path: Path, table: "TokenTable", header: PageHeader) -> None:
     """Write the text colored by EAP, a chart of the EAP, and the candidates per position."""
     goals, pieces, choices = header.goals, table.pieces, table.choices
     positions = [_candidate_rows(choice, table.token_text) for choice in choices]
+    axis = RELATIVE_AXIS if table.relative else AXIS
+    headings = [
+        f"{goal} / mean" if index in table.relative else goal for index, goal in enumerate(goals)
+    ]
     template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
     page = Template(template).substitute(
         goals=escape(", ".join(goals)),
@@ -41,7 +47,9 @@ def write_page(path: Path, table: "TokenTable", header: PageHeader) -> None:
         text="".join(_token_html(table, position) for position in range(len(pieces))),
         chart=_chart(table, goals),
         legend=_legend(goals),
-        headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in goals),
+        axis="".join(f"<span>{label}</span>" for label in axis),
+        relative=RELATIVE if table.relative else "",
+        headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in headings),
         positions=json.dumps(positions, ensure_ascii=False).replace("<", "\\u003c"),
         prices=json.dumps([round(choice.price, 6) for choice in choices]),
     )

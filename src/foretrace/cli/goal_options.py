@@ -107,8 +107,7 @@ TopP = Annotated[
 Seed = Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 DTYPE_HELP = (
-    "Dtype of the LM: float32, bfloat16, float16, or auto, which is bfloat16 unless the hardware "
-    "lacks it."
+    "Dtype of the LM: float32, bfloat16, float16, or auto: bfloat16 unless the hardware lacks it."
 )
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 

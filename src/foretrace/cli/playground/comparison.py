@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from foretrace.cli.token_table import TokenTable
 
 SCALE = (
-    '<p class="soft">Color: expected attribute probability (EAP) after the token, 0 '
-    '<span class="scale"></span> 1</p>'
+    '<p class="soft">Color: expected attribute probability (EAP) after the token, low '
+    '<span class="scale"></span> high</p>'
 )
 HINT = '<p class="hint">Point at a token, or tap it, to see the other candidates.</p>'
 
@@ -66,6 +66,7 @@ def _token_html(table: "TokenTable", position: int) -> str:
     return (
         f'<span class="token" tabindex="0" style="background:rgb({red},{green},{blue})">'
         f"{escape(table.pieces[position])}"
-        f'<span class="candidates" role="tooltip"><table><tr><th>token</th><th>LM</th><th>EAP</th>'
-        f"<th>steered</th></tr>{rows}</table></span></span>"
+        f'<span class="candidates" role="tooltip"><table><tr><th>token</th><th>LM</th>'
+        f"<th>EAP{' / mean' if table.relative else ''}</th><th>steered</th></tr>{rows}</table>"
+        "</span></span>"
     )
