@@ -183,7 +183,7 @@ def _every_occurrence(goal: ft.Goal) -> ft.Goal:
     lookahead = goal.lookahead
     evidence = [replace(one, once=False) for one in lookahead.attribute.evidence]
     attribute = replace(lookahead.attribute, evidence=tuple(evidence))
-    return ft.Goal(ft.Lookahead(lookahead.hmm, attribute, lookahead.horizon))
+    return ft.Goal(ft.Lookahead(lookahead.hmm, attribute, lookahead.horizon), 1.0)
 
 
 def _draw(
