@@ -144,6 +144,21 @@ def test_constraints_and_sums_of_products_have_strength_1(hmm: HMM) -> None:
         assert strength_of(fixed, "strong", hmm) == 1.0
 
 
+def test_constraints_do_not_change_the_strength_of_a_level(
+    hmm: HMM, caplog: pytest.LogCaptureFixture
+) -> None:
+    constraint = Attribute.occurrence("ab", SPELLED)
+    calibrated = attribute(medium=3.0)
+    for both in (calibrated & ~constraint, constraint & calibrated):
+        assert strength_of(both, "medium", hmm) == 3.0
+        assert both.config.levels == {"medium": 3.0}
+    assert not caplog.messages
+    assert (calibrated & attribute(medium=2.0)).config.levels == {}
+    uncalibrated = rewards()
+    alone = strength_of(uncalibrated, "medium", hmm)
+    assert strength_of(uncalibrated & constraint, "medium", hmm) == alone
+
+
 def test_unknown_levels_are_refused(hmm: HMM) -> None:
     with pytest.raises(InvalidInputError, match=r"no level 'huge'.*mild, medium, strong"):
         strength_of(attribute(), "huge", hmm)

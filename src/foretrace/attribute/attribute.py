@@ -323,6 +323,9 @@ class Attribute:
         if not isinstance(other, Attribute):
             return NotImplemented
         config = self.config.combined("&", other.config)
+        for operand, rest in ((self, other), (other, self)):
+            if not rest.has_weights:  # a constraint has no strength: the operand's levels hold
+                config = replace(config, levels=operand.config.levels)
         return Attribute(self.terms.times(other.terms), config, self.evidence + other.evidence)
 
     def __or__(self, other: "Attribute") -> "Attribute":
@@ -361,6 +364,11 @@ class Attribute:
                 f"products. Negate single attributes: ~a & ~b."
             )
         return self.terms, config, (self.evidence[0].negated(),)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether token weights or evidence decide, and not a constraint alone."""
+        return bool(len(self.terms.tokens)) or bool(self.evidence)
 
     @property
     def has_power(self) -> bool:

@@ -6,6 +6,7 @@ increases with the strength. A level is the strength whose mean price is the lev
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
 
@@ -134,8 +135,7 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
         raise InvalidInputError(
             f"There is no level '{level}'. Choose one of {', '.join({**BUDGETS, **levels})}."
         )
-    has_weights = bool(len(attribute.terms.tokens)) or bool(attribute.evidence)
-    if not (attribute.has_power and has_weights):
+    if not (attribute.has_power and attribute.has_weights):
         return 1.0
     if level in levels:
         return levels[level]
@@ -153,8 +153,12 @@ def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
 
 @lru_cache(256)
 def hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
-    """Find the strength of a budget for texts that the HMM itself generates."""
-    return find_strength(lambda strength: hmm_price(hmm, attribute, strength), budget, {})
+    """Find the strength of a budget for texts that the HMM itself generates.
+
+    The price of a constraint does not depend on the strength, so that constraints are left out.
+    """
+    graded = replace(attribute, terms=replace(attribute.terms, automaton=None))
+    return find_strength(lambda strength: hmm_price(hmm, graded, strength), budget, {})
 
 
 PROMPT_TOKENS, TEXT_TOKENS, TEXTS = 8, 16, 16  # of the HMM's texts

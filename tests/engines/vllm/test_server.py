@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -201,6 +202,27 @@ def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
     (refused,) = ask_all(address, [short])
     assert isinstance(refused, BadRequestError)
     assert "tokens at least" in str(refused)
+
+
+@pytest.mark.shows("vLLM, runner V1", "structured outputs")
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ({"choice": ["good", "bad"]}, "good|bad"),
+        ({"regex": r"\{\"mark\": [1-5]\}"}, r"\{\"mark\": [1-5]\}"),
+    ],
+)
+def test_a_grammar_and_a_goal_hold_together(
+    real: tuple[str, Path], grammar: dict[str, Any], pattern: str
+) -> None:
+    requests = []
+    for seed, goal in enumerate([{"goal": "a0", "level": "strong"}, {"goal": "a1 & ~a2"}, None]):
+        request = completion("My opinion:", goal, max_tokens=16)
+        request["extra_body"]["structured_outputs"] = grammar
+        requests.append(request | {"temperature": 1, "seed": seed})
+    for answer in ask_all(real[0], requests, retries=20):
+        assert not isinstance(answer, Exception), answer
+        assert re.fullmatch(pattern, answer.choices[0].text)
 
 
 def test_plain_requests_are_untouched(real: tuple[str, Path], smollm2: Path) -> None:
