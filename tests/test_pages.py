@@ -41,9 +41,7 @@ SERVING = "docs/guides/serve.md"  # needs vLLM
 ENGINES = "docs/guides/engines.md"
 LLAMA_CPP = "llama.cpp"  # a section, which needs llama-cpp-python
 LEFT_OUT = {ENGINES: [LLAMA_CPP]}
-DISTILL = "docs/guides/distill.md"
-SMALL_HMM = "A small HMM"  # its section that takes minutes
-MAKE_HMM = {"docs/guides/train.md", DISTILL}  # these write my-hmm
+MAKE_HMM = {"docs/guides/train.md", "docs/guides/distill.md"}  # these write my-hmm
 NEEDED = {
     "docs/guides/playground.md": ["gradio"],
     "docs/guides/levels.md": ["yaml"],
@@ -127,16 +125,6 @@ def test_get_started_runs_with_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
     printed = run_fresh("docs/get-started.md", tmp_path, {**for_real_lm, **shorter})
     assert "lighthouse" in printed
     assert (tmp_path / "why.html").exists()
-
-
-@pytest.mark.slow
-def test_a_small_hmm_is_distilled_from_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
-    size = "--states 256 --sequences 4000 --held-out 200 --epochs 8 --batch-size 512"
-    replacements = {size: "--states 16 --sequences 96 --held-out 16 --epochs 2", **SMALLER}
-    write_docs_folder(tmp_path, lm=smollm2)
-    others = [section for section in sections(PROJECT / DISTILL) if section != SMALL_HMM]
-    run_fresh(DISTILL, tmp_path, replacements, others)
-    assert (tmp_path / "my-small-hmm" / "config.json").exists()
 
 
 @pytest.mark.vllm
