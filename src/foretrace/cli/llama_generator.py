@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from foretrace.chat import Prompt
     from foretrace.cli.goal_options import LoadedGoals
+    from foretrace.engines.llama_cpp import SteeringProcessor
 
 
 def load_gguf_tokenizer(file: str) -> "PreTrainedTokenizerBase":
@@ -68,36 +69,43 @@ class LlamaGenerator:
 
         If there is a single prompt, `on_text` is called with the generated text after each token.
         """
+        from foretrace.engines.llama_cpp import SteeringProcessor
         from foretrace.engines.prompts import encode_prompts, hmm_ends, turn_ends
 
-        ends = [*hmm_ends(self.goals.goals), *turn_ends(self.tokenizer, prompts)]
-        encoded = encode_prompts(self.tokenizer, prompts, self.goals.goals)
-        return [
-            self._generate(
-                prompt_ids, ends, seed + row, steered, on_text if len(prompts) == 1 else None
-            )
-            for row, prompt_ids in enumerate(encoded)
-        ]
-
-    def _generate(
-        self,
-        prompt_ids: list[int],
-        ends: Sequence[int],
-        seed: int,
-        steered: bool,
-        on_text: Callable[[str], None] | None,
-    ) -> Generation:
-        from foretrace.engines.llama_cpp import SteeringProcessor, generate_tokens
-        from foretrace.engines.prompts import decode_after
-
         prices: list[float] = []
+        # One for all texts: it reads the whole vocabulary of the file.
         processor = SteeringProcessor(
             self.llm,
             self.goals.goals if steered else [],
             max_new_tokens=self.max_new_tokens,
-            ends=ends,
+            ends=[*hmm_ends(self.goals.goals), *turn_ends(self.tokenizer, prompts)],
             observe=prices.append,
         )
+        generations = []
+        for row, prompt_ids in enumerate(encode_prompts(self.tokenizer, prompts, self.goals.goals)):
+            prices.clear()
+            text = self._generate(
+                prompt_ids,
+                processor,
+                prices if steered else None,
+                seed + row,
+                on_text if len(prompts) == 1 else None,
+            )
+            generations.append(text)
+        return generations
+
+    def _generate(
+        self,
+        prompt_ids: list[int],
+        processor: "SteeringProcessor",
+        prices: Sequence[float] | None,
+        seed: int,
+        on_text: Callable[[str], None] | None,
+    ) -> Generation:
+        """Generate one text; `prices` has those of its tokens afterwards, unless it is None."""
+        from foretrace.engines.llama_cpp import generate_tokens
+        from foretrace.engines.prompts import decode_after
+
         token_ids: list[int] = []
         for token in generate_tokens(
             self.llm,
@@ -114,7 +122,7 @@ class LlamaGenerator:
         return Generation(
             decode_after(self.tokenizer, prompt_ids, token_ids),
             attribute_probabilities(self.goals, prompt_ids, token_ids, processor.ends),
-            sum(prices) / len(token_ids) if steered else None,
+            None if prices is None else sum(prices) / len(token_ids),
             prompt_ids,
             token_ids,
         )

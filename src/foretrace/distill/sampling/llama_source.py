@@ -18,6 +18,7 @@ from foretrace.distill.sampling.source import (
 )
 from foretrace.errors import InvalidInputError
 from foretrace.gguf import GGUFTokenizer, load_llama
+from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -53,7 +54,7 @@ class LlamaSource:
         import llama_cpp
 
         self.vocab_size = int(self.llm.n_vocab())
-        self.tokenizer_fingerprint = GGUFTokenizer(self.llm).fingerprint
+        self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
         self._api: Any = llama_cpp
         self._batch = llama_cpp.llama_batch_init(CALL_TOKENS, 0, 1)
 
