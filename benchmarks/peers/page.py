@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretrace import _io
+from foretrace.evaluate.markdown import format_figure, table_head, table_row
 from foretrace.evaluate.plots import draw_trade_off
 from peers.facts import FACTS, LEFT_OUT
 from peers.sizes import ATTRIBUTES, Serving, Sizes
@@ -83,10 +84,10 @@ def _suite_section(name: str, results: Results, folder: Path) -> list[str]:
 def _method_table(results: Results) -> list[str]:
     metric = _first_metric(results)
     columns = [metric, "perplexity", "price", "dist-3", "ended early"]
-    lines = _head("method", *columns, "time")
+    lines = table_head("method", *columns, "time")
     for name, method in results["methods"].items():
-        cells = [_value(method["figures"].get(column)) for column in columns]
-        lines.append(_row(name, *cells, f"{method['cost']:.2f}"))
+        cells = [format_figure(method["figures"].get(column)) for column in columns]
+        lines.append(table_row(name, *cells, f"{method['cost']:.2f}"))
     return lines
 
 
@@ -97,7 +98,7 @@ def _equal_perplexity_table(results: Results) -> list[str]:
         "foretrace's curve (linear "
         "between its points) whose perplexity is not above the method's.",
         "",
-        *_head("method", "foretrace minus method"),
+        *table_head("method", "foretrace minus method"),
     ]
     for comparison in results["at equal perplexity"]:
         if comparison["curve"] == CURVE:
@@ -105,14 +106,15 @@ def _equal_perplexity_table(results: Results) -> list[str]:
             if comparison["difference"] is not None:
                 value, low, high = comparison["difference"]
                 difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-            lines.append(_row(comparison["rival"], difference))
+            lines.append(table_row(comparison["rival"], difference))
     return lines
 
 
 def _made_section(made: Sequence[Made]) -> list[str]:
-    lines = ["## A new attribute", "", *_head("method", "attribute", "texts", "seconds")]
+    lines = ["## A new attribute", "", *table_head("method", "attribute", "texts", "seconds")]
     lines += [
-        _row(one.method, one.attribute, f"{one.texts:,}", f"{one.seconds:,.1f}") for one in made
+        table_row(one.method, one.attribute, f"{one.texts:,}", f"{one.seconds:,.1f}")
+        for one in made
     ]
     return [
         *lines,
@@ -124,8 +126,8 @@ def _made_section(made: Sequence[Made]) -> list[str]:
 
 
 def _needs_section() -> list[str]:
-    lines = ["## Needs", "", *_head("method", "needs", "at every token", "two attributes")]
-    return [*lines, *(_row(name, *facts) for name, facts in FACTS.items())]
+    lines = ["## Needs", "", *table_head("method", "needs", "at every token", "two attributes")]
+    return [*lines, *(table_row(name, *facts) for name, facts in FACTS.items())]
 
 
 def _serving_section(sizes: Sizes, serving: Sequence[Serving]) -> list[str]:
@@ -141,10 +143,12 @@ def _serving_section(sizes: Sizes, serving: Sequence[Serving]) -> list[str]:
         f"{_bytes(sizes.expert)} as an adapter. An adapter that is merged into a model takes as "
         "much as the LM.",
         "",
-        *_head("method", "memory beside the LM", "models if merged", "passes per token", "note"),
+        *table_head(
+            "method", "memory beside the LM", "models if merged", "passes per token", "note"
+        ),
     ]
     lines += [
-        _row(one.method, _bytes(one.memory), str(one.models), str(one.passes), one.note)
+        table_row(one.method, _bytes(one.memory), str(one.models), str(one.passes), one.note)
         for one in serving
     ]
     return lines
@@ -158,25 +162,9 @@ def _first_metric(results: Results) -> str:
     return str(next(iter(results["methods"][results["baseline"]]["figures"])))
 
 
-def _value(figure: Mapping[str, Any] | None) -> str:
-    if figure is None or figure["value"] is None:
-        return ""
-    if figure["low"] is None:
-        return f"{figure['value']:.3g}"
-    return f"{figure['value']:.3g} [{figure['low']:.3g}, {figure['high']:.3g}]"
-
-
 def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
-
-
-def _head(*cells: str) -> list[str]:
-    return [_row(*cells), _row(*["---"] * len(cells))]
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -7,6 +7,7 @@ from typing import Any
 
 from foretrace import _io
 from foretrace.evaluate.blocks import BLOCK, block_starts
+from foretrace.evaluate.markdown import format_figure, table_head, table_row
 from foretrace.evaluate.plots import draw_groups, draw_trade_off
 
 Results = Mapping[str, Any]
@@ -54,22 +55,22 @@ def _introduction(results: Results) -> str:
 def _metric_table(results: Results) -> list[str]:
     """Build the table of all metrics, with a row for every method."""
     names = _metric_names(results)
-    lines = _table_head("method", *names, "cost")
+    lines = table_head("method", *names, "cost")
     for method, facts in results["methods"].items():
-        cells = [_format_value(facts["figures"].get(name)) for name in names]
-        lines.append(_table_row(method, *cells, f"{facts['cost']:.2f}"))
+        cells = [format_figure(facts["figures"].get(name)) for name in names]
+        lines.append(table_row(method, *cells, f"{facts['cost']:.2f}"))
     return lines
 
 
 def _change_table(results: Results) -> list[str]:
     """Build the table of changes against the baseline on the same prompts."""
     names = _metric_names(results)
-    lines = [f"## Against {results['baseline']}", "", *_table_head("method", *names)]
+    lines = [f"## Against {results['baseline']}", "", *table_head("method", *names)]
     for method, facts in results["methods"].items():
         if method == results["baseline"]:
             continue
         cells = [_format_change(facts["figures"].get(name, {})) for name in names]
-        lines.append(_table_row(method, *cells))
+        lines.append(table_row(method, *cells))
     return [*lines, ""]
 
 
@@ -78,10 +79,10 @@ def _equal_price_table(results: Results) -> list[str]:
     if not results["at equal price"]:
         return []
     names = _metric_names(results)
-    lines = ["## At equal price", "", *_table_head("method", "against", *names)]
+    lines = ["## At equal price", "", *table_head("method", "against", *names)]
     for comparison in results["at equal price"]:
         cells = [_format_change(comparison["figures"].get(name, {})) for name in names]
-        lines.append(_table_row(comparison["method"], comparison["matched"], *cells))
+        lines.append(table_row(comparison["method"], comparison["matched"], *cells))
     return [*lines, ""]
 
 
@@ -98,20 +99,20 @@ def _block_table(results: Results) -> list[str]:
         f"of all tokens of a block, given everything before. Reached is the share of texts that "
         f"have not ended before the block.",
         "",
-        *_table_head("method", "tokens", *blocks[0]),
+        *table_head("method", "tokens", *blocks[0]),
     ]
     for method, facts in results["methods"].items():
         for start, block in zip(block_starts(limit), facts["blocks"], strict=True):
             cells = [_format_ratio(figure, method == baseline) for figure in block.values()]
             last = min(start + BLOCK, limit)
-            lines.append(_table_row(method, f"{start + 1} to {last}", *cells))
+            lines.append(table_row(method, f"{start + 1} to {last}", *cells))
     return [*lines, ""]
 
 
 def _format_ratio(figure: Mapping[str, Any], is_baseline: bool) -> str:
     """Format a value with its ratio to the baseline, if it is that of another method."""
     if is_baseline or figure["value"] is None:
-        return _format_value(figure)
+        return format_figure(figure)
     value, low, high = figure["ratio"]
     if low is None:
         return f"{figure['value']:.3g}"
@@ -140,14 +141,14 @@ def _equal_perplexity_table(results: Results) -> list[str]:
         f"At equal perplexity: {_metric_names(results)[0]} at the best point of a curve (linear "
         f"between methods) whose perplexity is not above the rival's, minus that of the rival.",
         "",
-        *_table_head("curve", "rival", "difference"),
+        *table_head("curve", "rival", "difference"),
     ]
     for comparison in results["at equal perplexity"]:
         difference = "the whole curve has a higher perplexity"
         if comparison["difference"] is not None:
             value, low, high = comparison["difference"]
             difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-        lines.append(_table_row(comparison["curve"], comparison["rival"], difference))
+        lines.append(table_row(comparison["curve"], comparison["rival"], difference))
     return lines
 
 
@@ -155,14 +156,14 @@ def _group_section(results: Results, folder: Path) -> list[str]:
     """Count the groups in which each method is ahead of the rival, and plot them."""
     rival, methods = results["rival"], results["methods"]
     judges = list(methods[rival]["groups"])
-    lines = [f"## Ahead of {rival}, group by group", "", *_table_head("method", *judges)]
+    lines = [f"## Ahead of {rival}, group by group", "", *table_head("method", *judges)]
     for name, method in methods.items():
         if name != rival:
             counts = [
                 _count_ahead(method["groups"][judge], methods[rival]["groups"][judge])
                 for judge in judges
             ]
-            lines.append(_table_row(name, *(f"{ahead} of {total}" for ahead, total in counts)))
+            lines.append(table_row(name, *(f"{ahead} of {total}" for ahead, total in counts)))
     image = folder / "groups.png"
     draw_groups(results, image)
     return [*lines, "", f"![Every group, against {rival}]({image.name})"]
@@ -198,14 +199,6 @@ def _metric_names(results: Results) -> list[str]:
     return list(results["methods"][results["baseline"]]["figures"])
 
 
-def _format_value(figure: Mapping[str, Any] | None) -> str:
-    if figure is None or figure["value"] is None:
-        return ""
-    if figure["low"] is None:
-        return f"{figure['value']:.3g}"
-    return f"{figure['value']:.3g} [{figure['low']:.3g}, {figure['high']:.3g}]"
-
-
 def _format_change(figure: Mapping[str, Any]) -> str:
     """Format a change in percent; as a difference where the baseline is close to 0."""
     if "relative" not in figure:
@@ -221,11 +214,3 @@ def _format_change(figure: Mapping[str, Any]) -> str:
 
 def _format_fact(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else f"{value}"
-
-
-def _table_head(*cells: str) -> list[str]:
-    return [_table_row(*cells), _table_row(*["---"] * len(cells))]
-
-
-def _table_row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
