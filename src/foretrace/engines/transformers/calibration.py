@@ -207,9 +207,9 @@ class _Rows:
     def __init__(
         self, model: "PreTrainedModel", prompts: Sequence[Sequence[int]], copies: int
     ) -> None:
-        from transformers import DynamicCache
+        from foretrace.engines.transformers.growing_cache import growing_cache
 
-        self.model, self.cache = model, DynamicCache()
+        self.model, self.cache = model, growing_cache()
         ids, mask = pad_left(prompts, 0)
         self.mask = mask
         with torch.inference_mode():

@@ -69,11 +69,11 @@ class Sampler:
         Returns:
             For each prompt, its continuations.
         """
-        from transformers import DynamicCache
+        from foretrace.engines.transformers.growing_cache import growing_cache
 
         ids, mask = pad_left(prompts, 0)
         processor = self.processor(goals, prompts, mask)
-        cache = DynamicCache()
+        cache = growing_cache()
         logits = self._forward(ids, mask, cache).repeat_interleave(copies, 0)
         cache.batch_repeat_interleave(copies)
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
