@@ -29,6 +29,7 @@ from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
 from foretrace.steering import Goal
 
 NUM_PROMPTS, COPIES = 32, 4
+TOKENS = 128  # of the copies of a prompt together: long texts need fewer copies
 TOLERANCE = 0.1  # of the price, relative
 OPENING_WORDS = 6  # of a text, where a suite has no prompts for calibration
 Observe = Callable[[str, int, int, str], None]
@@ -84,10 +85,11 @@ def calibrate(
     sampling = generator.sampling
     sampler = Sampler(generator.lm, generator.ends, sampling.max_new_tokens, sampling.top_p)
     encoded = generator.encode(inputs)
+    copies = max(1, min(COPIES, TOKENS // sampling.max_new_tokens))
     settings = {
         **identities,
         "prompts": rows_identity([{"prompt": text} for text in inputs]),
-        "copies": COPIES,
+        "copies": copies,
         "max_new_tokens": sampling.max_new_tokens,
         "top_p": sampling.top_p,
     }
@@ -95,7 +97,7 @@ def calibrate(
         suite,
         data,
         calibration_builder,
-        PriceSampler(sampler, encoded, COPIES, sampling.rows),
+        PriceSampler(sampler, encoded, copies, sampling.rows),
         StrengthCache(out / "calibration.json", settings),
         observe,
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Observe = Callable[[int, int], None]
-TIMED_PROMPTS, TIMED_RUNS = 2, 3
+TIMED_PROMPTS, TIMED_RUNS, TIMED_TOKENS = 2, 3, 32
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ class ContinuationGenerator:
     def relative_cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
         """Measure the time that a method takes, relative to a baseline.
 
-        The two take turns, because other processes may slow the machine down.
+        The two take turns, because other processes may slow the machine down. Only the first tokens
+        of a text are generated, because a later step takes about as long.
 
         Args:
             prompts: The prompts, of which the first two are continued.
@@ -213,7 +214,9 @@ class ContinuationGenerator:
 
     def _time(self, prompts: Sequence[str], method: Method, indices: range) -> float:
         inputs = [(method.prompts or prompts)[index] for index in indices]
-        return self._generate_batch(inputs, method, indices)[0].seconds
+        tokens = min(self.sampling.max_new_tokens, TIMED_TOKENS)
+        timed = replace(self, sampling=replace(self.sampling, max_new_tokens=tokens))
+        return timed._generate_batch(inputs, method, indices)[0].seconds
 
     def _generate_batch(
         self, inputs: list[str], method: Method, indices: range
