@@ -27,10 +27,13 @@ def test_train_from_random_then_from_an_hmm(corpus: Path, tmp_path: Path) -> Non
     first = run(corpus, "--states", 4, "--out", tmp_path / "first", *options)
     assert first.returncode == 0, first.stderr
     assert "held-out" in first.stdout
-    second = run(corpus, "--start", tmp_path / "first", "--out", tmp_path / "second", *options)
+    adapted = ("--start", tmp_path / "first", "--first-step", 0.3)
+    second = run(corpus, *adapted, "--out", tmp_path / "second", *options)
     assert second.returncode == 0, second.stderr
     hmm = HMM.from_pretrained(tmp_path / "second")
-    assert hmm.config.distillation["epochs"] == 2
+    facts = hmm.config.distillation
+    assert (facts["epochs"], facts["first_step"]) == (2, 0.3)
+    assert facts["start"]["first_step"] == 1.0  # the first run's, kept apart from this one's
     assert hmm.dtype == torch.float32
 
 

@@ -41,6 +41,9 @@ def em(
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the corpus.")] = 50,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4096,
+    first_step: Annotated[
+        float, typer.Option(help="First step size; below 1 adapts --start instead of replacing it.")
+    ] = 1.0,
     pseudocount: Annotated[float, typer.Option(help="Added to every expected count.")] = 1e-3,
     dtype: Annotated[
         ProductDtype, typer.Option(help="Dtype of the matrix products.")
@@ -61,6 +64,7 @@ def em(
     config = EMConfig(
         epochs=epochs,
         batch_size=batch_size,
+        first_step=first_step,
         pseudocount=pseudocount,
         dtype=dtype.value,
         held_out=held_out,

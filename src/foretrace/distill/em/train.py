@@ -227,12 +227,14 @@ class _Run:
             facts["held_out_log_likelihood"] = held_out
         if self.baselines is not None:
             facts |= {f"{name}_log_likelihood": v for name, v in asdict(self.baselines).items()}
-        manifest = self.corpus.manifest
+        manifest, before = self.corpus.manifest, start_config.distillation
+        if "steps" in before:  # a trained HMM: its results are not those of this run
+            before = {"start": before}
         config = HMMConfig(
             eos_token_ids=manifest.eos_token_ids,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             source_model=manifest.source_model,
-            distillation={**start_config.distillation, **manifest.sampling, **facts},
+            distillation={**before, **manifest.sampling, **facts},
         )
         return self.counts.to_hmm(config)
 
