@@ -215,7 +215,7 @@ def _train_pair_judge(setup: Setup, report: Report) -> PairJudge:
 
 def _answers(setup: Setup, name: str, questions: Sequence[str], goal: ft.Goal | None) -> Pairs:
     """Answer every question in a chat; return the questions with their answers."""
-    sampling = Sampling(1, setup.size.tokens, rows=50)
+    sampling = Sampling(1, setup.size.tokens)
     generator = ContinuationGenerator(setup.lm, setup.tokenizer, sampling, setup.ends, chat=True)
     settings = {
         "lm": lm_identity(setup.lm),

@@ -1,4 +1,4 @@
-"""The HMM in `examples/` is small and complete, and belongs to the LM that it names."""
+"""The HMMs in `examples/` are small and complete, and belong to the LM that they name."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import torch
 from foretrace import HMM, fingerprint
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
+CHAT_EXAMPLE = EXAMPLE.with_name("smollm2-135m-chat")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,17 @@ def test_it_is_small_and_records_how_it_was_made(hmm: HMM) -> None:
     assert facts["settings"]["sequences"] >= 100_000
     assert facts["held_out_log_likelihood"] > facts["bigram_log_likelihood"] + 0.1
     assert "SmolLM2-135M-Instruct" in (EXAMPLE / "README.md").read_text("utf-8")
+
+
+def test_the_hmm_for_chats_is_adapted_from_it(hmm: HMM) -> None:
+    chat = HMM.from_pretrained(CHAT_EXAMPLE)
+    assert sum(path.stat().st_size for path in CHAT_EXAMPLE.iterdir()) <= 6e6
+    assert chat.config.eos_token_ids == (2, 0)
+    assert chat.config.tokenizer_fingerprint == hmm.config.tokenizer_fingerprint
+    facts = chat.config.distillation
+    assert facts["chat"]
+    assert facts["start"] == hmm.config.distillation
+    assert facts["held_out_log_likelihood"] > facts["bigram_log_likelihood"] + 0.5
 
 
 def test_its_samples_are_likelier_than_shuffled_ones(hmm: HMM) -> None:
