@@ -70,7 +70,9 @@ class PairJudge:
         if self._encoder is None:
             return self._tf_idf.transform(texts)
         settings = {"normalize_embeddings": True, "show_progress_bar": False}
-        return csr_matrix(self._encoder.encode(texts, **settings).astype(float))
+        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        vectors = csr_matrix(self._encoder.encode(list(rows), **settings).astype(float))
+        return vectors[[rows[text] for text in texts]]
 
 
 def pairs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Pairs, Pairs]:

@@ -64,7 +64,7 @@ class Size:
 
 NAMES = ("nontoxic", "positive", "negative", "political")
 TOPICS = ("entertainment", "sport", "technical", "business")
-FULL = Size((*NAMES, *TOPICS), 200, 1, ("nontoxic", "positive", "political"), 4000, 150, 64)
+FULL = Size((*NAMES, *TOPICS), 100, 1, ("nontoxic", "positive", "political"), 4000, 150, 64)
 QUICK = Size(("nontoxic",), 6, 80, ("positive",), 600, 4, 12)
 
 
