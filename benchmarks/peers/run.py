@@ -2,13 +2,15 @@
 
 Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER to a sentence-transformers
 model for the judges, and FORETRACE_RESULTS to the folder of all outputs. A run takes hours and
-resumes where it stopped. It writes docs/results/peers.md. With --quick, it trains on a few texts
-and runs one suite on a few prompts, in a temporary folder. Install first:
+resumes where it stopped. It writes docs/results/peers.md. --prompts, --continuations and --texts
+make a smaller comparison. With --quick, it trains on a few texts and runs one suite on a few
+prompts, in a temporary folder. Install first:
 
     pip install -r benchmarks/peers/requirements-experts.txt
     pip install --no-deps -r benchmarks/peers/requirements-control-vectors.txt
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -23,43 +25,58 @@ from foretrace.attribute import Attribute
 from foretrace.cli.progress import ProgressBars
 from foretrace.evaluate.suite import Suite, load_suite
 from foretrace.hmm import HMM
-from harness import options
 from peers.page import write_page
-from peers.parts import part
+from peers.parts import COMMAND, part
+from peers.sides import MOST_TEXTS
 from peers.sizes import Serving, Sizes, measure_sizes, serving_needs
 from peers.train import ATTRIBUTE, Workshop, list_made
 from smollm2 import find_smollm2
 
 BENCHMARKS = Path(__file__).parent.parent
 SUITES = ("detox-hard", "sentiment", "politics")
-PROMPTS = 100
-COMMAND = (
+PROMPTS, CONTINUATIONS = 100, 10
+ENVIRONMENT = (
     "export FORETRACE_DATA=data FORETRACE_RESULTS=results "
     "FORETRACE_ENCODER=sentence-transformers/all-MiniLM-L6-v2\n"
-    "python benchmarks/peers/run.py"
 )
 
 
 def main() -> None:
     """Run everything that is not done."""
-    arguments = options(__doc__)
+    arguments = parse_arguments()
     lm, data = find_smollm2(), Path(os.environ["FORETRACE_DATA"])
     hmm = Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
     # The processes of `foretrace evaluate` import the plug-ins.
     paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not arguments.quick:
-        compare(SUITES, Workshop(lm, hmm, data), ROOT / "docs" / "results", PROMPTS)
+        workshop = Workshop(lm, hmm, data, most_texts=arguments.texts)
+        sizes = arguments.prompts, arguments.continuations
+        compare(SUITES, workshop, ROOT / "docs" / "results", *sizes)
         return
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FORETRACE_RESULTS"] = scratch
         workshop = Workshop(lm, hmm, data, most_texts=64, pairs=16)
-        page = compare(("sentiment",), workshop, Path(scratch), 2, "--continuations", 2)
+        page = compare(("sentiment",), workshop, Path(scratch), 2, 2)
         print(page.read_text())
 
 
+def parse_arguments() -> argparse.Namespace:
+    """Parse the options from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a few texts of one suite")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of each suite")
+    parser.add_argument("--continuations", type=int, default=CONTINUATIONS, help="of each prompt")
+    parser.add_argument(
+        "--texts", type=int, default=MOST_TEXTS, help="that each expert is trained on, at most"
+    )
+    return parser.parse_args()
+
+
 def compare(
-    names: Sequence[str], workshop: Workshop, pages: Path, prompts: int, *more: object
+    names: Sequence[str], workshop: Workshop, pages: Path, prompts: int, continuations: int
 ) -> Path:
     """Train, run suites and write the page; return its path.
 
@@ -68,7 +85,7 @@ def compare(
         workshop: Makes what the methods need.
         pages: The folder of the page.
         prompts: The number of prompts of each suite.
-        more: Further options of `foretrace evaluate`.
+        continuations: The number of continuations of each prompt.
     """
     folder = Path(os.environ["FORETRACE_RESULTS"])
     files = {name: Path(__file__).with_name(f"{name}.yaml") for name in names}
@@ -76,15 +93,16 @@ def compare(
     with ProgressBars(resumes=True) as bars:
         for suite in suites.values():
             workshop.make(suite, bars)
+    more, judges = ("--continuations", continuations), folder / "judges"
     results = {
-        name: run_suite(
-            str(file), folder / "peers" / name, prompts, *more, judges=folder / "judges"
-        )
+        name: run_suite(str(file), folder / "peers" / name, prompts, *more, judges=judges)
         for name, file in files.items()
     }
     made = [one for suite in suites.values() for one in list_made(attribute_of(suite))]
     sizes, needs = measure_serving(workshop, suites[names[0]])
-    return write_page(pages, COMMAND, results, made, sizes, needs)
+    counts = {"prompts": prompts, "continuations": continuations, "texts": workshop.most_texts}
+    command = " ".join([COMMAND, *(f"--{name} {count}" for name, count in counts.items())])
+    return write_page(pages, ENVIRONMENT + command, results, made, sizes, needs)
 
 
 def measure_serving(workshop: Workshop, suite: Suite) -> tuple[Sizes, list[Serving]]:

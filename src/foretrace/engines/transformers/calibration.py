@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import Attribute
-from foretrace.engines.transformers.padding import model_inputs, pad_left
+from foretrace.engines.transformers.rows import Rows
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -119,7 +119,7 @@ class SteeredRuns:
         self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
         self.ends, self.max_new_tokens, self.seed = tuple(ends), max_new_tokens, seed
         self.observe = observe
-        self._rows = _Rows(model, prompts, copies)  # the prompts are read once
+        self._rows = Rows(model, prompts, copies)  # the prompts are read once
 
     @torch.inference_mode()
     def price(self, goal: Goal) -> float:
@@ -190,7 +190,7 @@ def write_openings(
     Returns:
         Token ids of each prompt.
     """
-    rows = _Rows(model, [[start]], count)
+    rows = Rows(model, [[start]], count)
     generator = torch.Generator(rows.logits.device).manual_seed(seed)
     drawn = []
     for remaining in reversed(range(OPENING_TOKENS)):
@@ -199,39 +199,6 @@ def write_openings(
         if remaining:
             rows.append(drawn[-1])
     return [[start, *tokens] for tokens in torch.stack(drawn, 1).tolist()]
-
-
-class _Rows:
-    """A batch of sequences, and the LM's logits of their next tokens, (n, V) float32."""
-
-    def __init__(
-        self, model: "PreTrainedModel", prompts: Sequence[Sequence[int]], copies: int
-    ) -> None:
-        from foretrace.engines.transformers.growing_cache import growing_cache
-
-        self.model, self.cache = model, growing_cache()
-        ids, mask = pad_left(prompts, 0)
-        self.mask = mask
-        with torch.inference_mode():
-            self.logits = self._forward(ids).repeat_interleave(copies, 0)
-            self.cache.batch_repeat_interleave(copies)
-        self.mask = mask.repeat_interleave(copies, 0)
-
-    def __deepcopy__(self, memo: object) -> "_Rows":
-        copied = object.__new__(_Rows)
-        copied.__dict__ |= {**self.__dict__, "cache": deepcopy(self.cache)}
-        return copied
-
-    def append(self, tokens: Tensor) -> None:
-        """Append a token to each row: (n,)."""
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.logits = self._forward(tokens[:, None])
-
-    def _forward(self, ids: Tensor) -> Tensor:
-        inputs = model_inputs(ids, self.mask, self.model.device)
-        output = self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = output.logits[:, -1]
-        return logits.float()
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.prompts import Goals
-from foretrace.engines.transformers.padding import cut_at_end, model_inputs, pad_left
+from foretrace.engines.transformers.padding import cut_at_end, pad_left
 from foretrace.engines.transformers.processor import SteeringProcessor
+from foretrace.engines.transformers.rows import Rows
 from foretrace.lookahead.price import prices
 
 if TYPE_CHECKING:
@@ -69,36 +70,30 @@ class Sampler:
         Returns:
             For each prompt, its continuations.
         """
-        from foretrace.engines.transformers.growing_cache import growing_cache
-
         ids, mask = pad_left(prompts, 0)
         processor = self.processor(goals, prompts, mask)
-        cache = growing_cache()
-        logits = self._forward(ids, mask, cache).repeat_interleave(copies, 0)
-        cache.batch_repeat_interleave(copies)
-        ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
+        rows, ids = Rows(self.model, prompts, copies), ids.repeat_interleave(copies, 0)
         start, log_probabilities, spent = ids.shape[1], [], []
         ended = torch.zeros(len(ids), dtype=torch.bool)
         ends = torch.tensor(list(self.ends), dtype=torch.long)
         for left in reversed(range(self.max_new_tokens)):
-            steered = processor(ids, logits)
+            steered = processor(ids, rows.logits)
             tokens, nats = draw_nucleus(steered, self.top_p)
             tokens, nats = tokens.cpu(), nats.cpu()
             log_probabilities.append(nats.masked_fill(ended, 0.0))
-            if steered is not logits:
-                spent.append(prices(logits, steered).cpu().masked_fill_(ended, 0.0))
+            if steered is not rows.logits:
+                spent.append(prices(rows.logits, steered).cpu().masked_fill_(ended, 0.0))
             ids = torch.cat([ids, tokens[:, None]], 1)
             ended |= torch.isin(tokens, ends)
             if left == 0 or bool(ended.all()):
                 break
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            logits = self._forward(tokens[:, None], mask, cache)
+            rows.append(tokens)
         totals = torch.stack(log_probabilities).sum(0).tolist()
-        rows = [cut_at_end(row, self.ends) for row in ids[:, start:].tolist()]
-        nats_spent = torch.stack(spent).sum(0).tolist() if spent else [0.0] * len(rows)
+        texts = [cut_at_end(row, self.ends) for row in ids[:, start:].tolist()]
+        nats_spent = torch.stack(spent).sum(0).tolist() if spent else [0.0] * len(texts)
         drawn = [
-            Drawn(row, total, price / len(row))
-            for row, total, price in zip(rows, totals, nats_spent, strict=True)
+            Drawn(text, total, price / len(text))
+            for text, total, price in zip(texts, totals, nats_spent, strict=True)
         ]
         return [drawn[i : i + copies] for i in range(0, len(drawn), copies)]
 
@@ -112,13 +107,6 @@ class Sampler:
         return SteeringProcessor(
             goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
         )
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
-        """Run the LM on new tokens, and return the logits of the next: (rows, V) float32."""
-        inputs = model_inputs(ids, mask, self.model.device)
-        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = output.logits[:, -1]
-        return logits.float()
 
 
 def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
