@@ -78,7 +78,7 @@ def _suite_section(name: str, results: Results, folder: Path) -> list[str]:
         image = folder / f"peers-{name}-{suffix}.png"
         draw_trade_off(results, image, against)
         lines += [f"![{metric} against {against}]({image.name})", ""]
-    return [*lines, *_equal_perplexity_table(results)]
+    return [*lines, *_equal_perplexity_table(results), "", *_verdicts(results)]
 
 
 def _method_table(results: Results) -> list[str]:
@@ -108,6 +108,33 @@ def _equal_perplexity_table(results: Results) -> list[str]:
                 difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
             lines.append(table_row(comparison["rival"], difference))
     return lines
+
+
+def _verdicts(results: Results) -> list[str]:
+    """Say in words which methods foretrace is ahead of, and behind, at equal perplexity."""
+    metric = _first_metric(results)
+    values = {
+        name: method["figures"][metric]["value"] for name, method in results["methods"].items()
+    }
+    curve = [
+        values[name]
+        for name, method in results["methods"].items()
+        if method["plan"]["curve"] == CURVE
+    ]
+    sign = 1 if sum(curve) >= len(curve) * values[results["baseline"]] else -1
+    groups: dict[str, list[str]] = {"ahead of": [], "behind": [], "within the interval of": []}
+    for comparison in results["at equal perplexity"]:
+        if comparison["curve"] != CURVE or comparison["difference"] is None:
+            continue
+        _, low, high = comparison["difference"]
+        low, high = sorted((sign * low, sign * high))
+        verdict = "ahead of" if low > 0 else "behind" if high < 0 else "within the interval of"
+        groups[verdict].append(comparison["rival"])
+    return [
+        f"- foretrace is **{verdict}**: {'; '.join(rivals)}."
+        for verdict, rivals in groups.items()
+        if rivals
+    ]
 
 
 def _made_section(made: Sequence[Made]) -> list[str]:

@@ -78,6 +78,7 @@ def results() -> Mapping[str, Any]:
         },
         "at equal perplexity": [
             {"curve": "foretrace", "rival": "DExperts, 1", "difference": [0.1, -0.05, 0.2]},
+            {"curve": "foretrace", "rival": "prompting", "difference": [-0.2, -0.3, -0.1]},
             {"curve": "foretrace", "rival": "fine-tuning", "difference": None},
             {"curve": "DExperts", "rival": "fine-tuning", "difference": [0.5, 0.4, 0.6]},
         ],
@@ -92,6 +93,9 @@ def test_the_page_has_every_part(tmp_path: Path) -> None:
     assert "| fine-tuning | 0.6 [0.5, 0.7] | 20.6 [20.5, 20.7] |  |" in text
     assert "| DExperts, 1 | +0.100 [-0.050, +0.200] |" in text
     assert "+0.500" not in text
+    assert "- foretrace is **within the interval of**: DExperts, 1." in text
+    assert "- foretrace is **ahead of**: prompting." in text  # less toxic
+    assert "- foretrace is **behind**" not in text
     assert "| fine-tuning | all of foretrace's points" in text
     assert "| control vector | nontoxic | 2,000 | 61.2 |" in text
     assert "- **GeDi**: " in text
