@@ -31,6 +31,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 NAMES_GOAL = re.compile(rb"vllm_xargs|\\u00[5-7]")
 GUARDED = "/v1/"  # the path of requests that vLLM checks the API key of
 DISCONNECTED = {"type": "http.disconnect"}
+# Seconds that HTTP 429 is delayed. A client that tries again at once cannot send more than one
+# request per connection and second: answering hundreds per second would slow down all others.
+REFUSAL_DELAY = 1.0
 
 
 class SteeringMiddleware:
@@ -126,6 +129,7 @@ class _Request:
                 await self.middleware.queue.build(_client(self.scope), keys, params)
                 leases = await asyncio.to_thread(self.middleware.cache.lease, steering_params)
         except TooManyBuildsError as error:
+            await asyncio.sleep(REFUSAL_DELAY)
             raise _RefusedError(429, str(error), error.retry_after) from error
         except ForetraceError as error:
             raise _RefusedError(400, str(error)) from error
