@@ -65,7 +65,10 @@ def _introduction(command: str, suites: Mapping[str, Results]) -> list[str]:
         "next-token distribution in "
         "nats per token, where the logits of a method give it. The filter of DExperts excludes "
         "tokens outside the "
-        "LM's nucleus of 0.9, which alone costs up to 0.105 nats. Time is relative to bare, in "
+        "LM's nucleus of 0.9, which alone costs up to 0.105 nats. Entropy is that of a "
+        "continuation in nats, estimated from the "
+        "probabilities with which it was sampled. A method with a lower entropy has a lower "
+        "perplexity for that reason alone. Time is relative to bare, in "
         "turns, in one run.",
     ]
 
@@ -83,7 +86,7 @@ def _suite_section(name: str, results: Results, folder: Path) -> list[str]:
 
 def _method_table(results: Results) -> list[str]:
     metric = _first_metric(results)
-    columns = [metric, "perplexity", "price", "dist-3", "ended early"]
+    columns = [metric, "perplexity", "price", "entropy", "dist-3", "ended early"]
     lines = table_head("method", *columns, "time")
     for name, method in results["methods"].items():
         cells = [format_figure(method["figures"].get(column)) for column in columns]
@@ -171,7 +174,7 @@ def _serving_section(sizes: Sizes, serving: Sequence[Serving]) -> list[str]:
         "much as the LM.",
         "",
         *table_head(
-            "method", "memory beside the LM", "models if merged", "passes per token", "note"
+            "method", "memory without the LM", "models if merged", "passes per token", "note"
         ),
     ]
     lines += [

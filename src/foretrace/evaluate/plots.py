@@ -3,13 +3,16 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretrace import _io
 from foretrace.attribute import LogitAffine
 from foretrace.evaluate.fidelity import Fidelity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_trade_off(
@@ -44,11 +47,23 @@ def draw_trade_off(
             linewidth=1,
             label=curve,
         )
+    if against == "perplexity":
+        _use_log_scale(axes)
     axes.set_xlabel(against)
     axes.set_ylabel(metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
+
+
+def _use_log_scale(axes: "Axes") -> None:
+    """Use a logarithmic x-axis with plain numbers: one bad method must not hide all others."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_groups(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
