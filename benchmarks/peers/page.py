@@ -103,14 +103,22 @@ def _equal_perplexity_table(results: Results) -> list[str]:
         "",
         *table_head("method", "foretrace minus method"),
     ]
-    for comparison in results["at equal perplexity"]:
-        if comparison["curve"] == CURVE:
-            difference = "all of foretrace's points, and bare, have a higher perplexity"
-            if comparison["difference"] is not None:
-                value, low, high = comparison["difference"]
-                difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-            lines.append(table_row(comparison["rival"], difference))
+    for rival, interval in _differences(results).items():
+        difference = "all of foretrace's points, and bare, have a higher perplexity"
+        if interval is not None:
+            value, low, high = interval
+            difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+        lines.append(table_row(rival, difference))
     return lines
+
+
+def _differences(results: Results) -> dict[str, Sequence[float] | None]:
+    """Return foretrace's difference from each rival and its interval; None if there is none."""
+    return {
+        comparison["rival"]: comparison["difference"]
+        for comparison in results["at equal perplexity"]
+        if comparison["curve"] == CURVE
+    }
 
 
 def _verdicts(results: Results) -> list[str]:
@@ -126,13 +134,12 @@ def _verdicts(results: Results) -> list[str]:
     ]
     sign = 1 if sum(curve) >= len(curve) * values[results["baseline"]] else -1
     groups: dict[str, list[str]] = {"ahead of": [], "behind": [], "within the interval of": []}
-    for comparison in results["at equal perplexity"]:
-        if comparison["curve"] != CURVE or comparison["difference"] is None:
+    for rival, interval in _differences(results).items():
+        if interval is None:
             continue
-        _, low, high = comparison["difference"]
-        low, high = sorted((sign * low, sign * high))
+        low, high = sorted(sign * bound for bound in interval[1:])
         verdict = "ahead of" if low > 0 else "behind" if high < 0 else "within the interval of"
-        groups[verdict].append(comparison["rival"])
+        groups[verdict].append(rival)
     return [
         f"- foretrace is **{verdict}**: {'; '.join(rivals)}."
         for verdict, rivals in groups.items()
