@@ -230,9 +230,11 @@ class BatchSteering:
         if logits.shape[1] > self.hmm.vocab_size:
             logits[rows, self.hmm.vocab_size :] = -torch.inf
         if bare is not None and min(limits) < inf:
-            limited = logits[rows]
-            limit_prices_(bare, limited, to_device(limits, logits.device).unsqueeze(1))
-            logits[rows] = limited
+            steered_rows = logits[rows]
+            limited, most = steered_rows.clone(), to_device(limits, logits.device).unsqueeze(1)
+            limit_prices_(bare, limited, most)
+            exceeds = prices(bare, steered_rows).unsqueeze(1) > most
+            logits[rows] = torch.where(exceeds, limited, steered_rows)
         if neutral_end is not None and forbidden_ends is not None:
             neutral_end.restore_(logits, forbidden_ends)
         if bare is not None and self.observe is not None:

@@ -27,23 +27,16 @@ def prices(bare: Tensor, steered: Tensor) -> Tensor:
 
 
 def limit_prices_(bare: Tensor, steered: Tensor, limits: Tensor) -> None:
-    """Lower the strength of rows whose price exceeds a limit, in place: (n, V), (n, V), (n, 1).
+    """Lower the strength of rows so that none costs more than its limit, in place.
 
     The log-factor of every token is multiplied by one number from 0 to 1 per row. The price
     increases with that number. Forbidden tokens stay forbidden, whatever that costs.
+
+    Args:
+        bare: The language model's logits, (n, V).
+        steered: The steered logits, (n, V).
+        limits: Nats that a row may cost, (n, 1).
     """
-    if bare.device.type == "cpu":  # few rows exceed their limit, and nothing waits
-        rows = (prices(bare, steered) > limits.squeeze(1)).nonzero()[:, 0]
-        if len(rows):
-            limited = steered[rows]
-            _limit_(bare[rows], limited, limits[rows])
-            steered[rows] = limited
-    else:
-        _limit_(bare, steered, limits)
-
-
-def _limit_(bare: Tensor, steered: Tensor, limits: Tensor) -> None:
-    """Multiply the log-factors of all rows: (n, V), (n, V), (n, 1)."""
     bare = bare.to(steered)
     log_factors = steered - bare
     forbidden = log_factors <= MIN_LOG_FACTOR

@@ -45,6 +45,7 @@ class NeutralEnds(NamedTuple):
     """End-of-text tokens of every row, which may keep their probability."""
 
     tokens: Tensor  # (n, E); 0 for none
+    is_copy: Tensor  # (n, E) bool: whether the token is in an earlier column, too
     is_neutral: Tensor  # (n, 1) bool
 
 
@@ -237,7 +238,9 @@ def _neutral_ends(
     if padded is None or not any(neutral):
         return None
     is_neutral = transfer.integers([(int(flag),) for flag in neutral], 1).T.bool()
-    return NeutralEnds(padded.clamp_min(0), is_neutral & (padded[:, :1] >= 0))
+    same = padded.unsqueeze(2) == padded.unsqueeze(1)
+    is_copy = same.tril(-1).any(2)
+    return NeutralEnds(padded.clamp_min(0), is_copy, is_neutral & (padded[:, :1] >= 0))
 
 
 def _max_prices(rows: Sequence[PlannedRow], transfer: Transfer) -> Tensor | None:
