@@ -238,11 +238,22 @@ def test_the_least_recently_used_table_leaves_memory_first(hmm: HMM, folder: Pat
     events: list[str] = []
     cache = _cache(hmm, folder, memory=2 * size)
     cache.observe = lambda event, value: events.append(event)
-    for name in ("nontoxic", "formal", "nontoxic", "mixed", "nontoxic"):
+    for name in ("nontoxic", "formal", "nontoxic", "mixed", "nontoxic", "mixed", "formal"):
         params = _params(name)
         cache.goals(params, cache.admit(params))
-    assert events.count("hit") == 2  # nontoxic, the second and the third time
-    assert events[-1] == "hit"
+    used = [event for event in events if event != "build"]
+    assert used == ["miss", "miss", "hit", "miss", "hit", "hit", "miss"]  # formal was dropped
+
+
+def test_a_table_larger_than_the_memory_is_kept_alone(hmm: HMM, folder: Path) -> None:
+    events: list[tuple[str, float]] = []
+    cache = _cache(hmm, folder, memory=1)
+    cache.observe = lambda event, value: events.append((event, value))
+    for name in ("formal", "formal", "mixed", "formal"):
+        params = _params(name)
+        cache.goals(params, cache.admit(params))
+    counted = [event for event in events if event[0] != "build"]
+    assert counted == [("miss", 1), ("hit", 1), ("miss", 1), ("miss", 1)]
 
 
 def test_the_least_recently_used_table_leaves_the_disk_first(hmm: HMM, folder: Path) -> None:
@@ -309,6 +320,29 @@ def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
     folder.rename(folder.with_name("gone"))
     with pytest.raises(InvalidInputError, match="Check the spelling"):
         cache.admit(_params("nontoxc"))
+
+
+def test_names_that_differ_by_more_than_three_letters_are_not_compared(
+    hmm: HMM, folder: Path
+) -> None:
+    """A folder may have thousands of names."""
+    for length in (13, 14):
+        _write(folder, "a" * length, 0)
+        with pytest.raises(InvalidInputError, match="Did you mean" if length == 13 else "Check"):
+            _cache(hmm, folder).admit(_params("a" * 10))
+        (folder / f"{'a' * length}.safetensors").unlink()
+
+
+def test_a_long_name_is_cut(hmm: HMM, folder: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"called b{100}\. Check the spelling\.$"):
+        _cache(hmm, folder).admit(_params("b" * 101))
+
+
+def test_names_are_listed_again_when_the_folder_changes(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    assert cache.names() is cache.names()
+    _write(folder, "another", 0)
+    assert "another" in cache.names()
 
 
 def test_too_many_terms_are_refused(hmm: HMM, folder: Path) -> None:
@@ -453,6 +487,49 @@ def test_a_damaged_table_is_built_again(hmm: HMM, folder: Path) -> None:
     assert cache.goals(_params("formal"), [key])
 
 
+def test_markers_are_those_of_the_request(hmm: HMM, folder: Path) -> None:
+    tables = folder.parent / "tables"
+    cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
+    for after, window in (("ab", "cd"), (None, "cd"), ("ab", 7), (None, None)):
+        given = {"after": after, "window": window}
+        params = _params("formal", **{name: value for name, value in given.items() if value})
+        (goal,) = cache.goals(params, cache.admit(params))
+        marker = None if after is None else LETTERS.marker(after)
+        assert goal.after == marker
+        assert goal.window == (LETTERS.marker(window) if isinstance(window, str) else window)
+
+
+def test_markers_need_a_tokenizer(hmm: HMM, folder: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"markers need the tokenizer, which this server "):
+        _cache(hmm, folder).admit(_params("formal", after="ab"))
+
+
+def test_a_constraint_is_found_among_the_goals(hmm: HMM, folder: Path) -> None:
+    tables = folder.parent / "tables"
+    cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
+    constrained, plain = (
+        cache.admit(_params(goal)) for goal in ('formal & mentions("ab")', "formal")
+    )
+    assert cache.has_constraint([*plain, *constrained])
+    assert not cache.has_constraint(plain)
+
+
+def test_the_tokenizer_is_loaded_before_the_first_request(hmm: HMM, folder: Path) -> None:
+    loaded: list[int] = []
+
+    def load() -> TokenBytes:
+        loaded.append(1)
+        return LETTERS
+
+    tables = folder.parent / "tables"
+    cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=load)
+    assert not loaded
+    cache.load_tokenizer()
+    cache.admit(_params('mentions("ab")'))
+    assert loaded == [1]
+    _cache(hmm, folder).load_tokenizer()  # without one, nothing happens
+
+
 LETTERS = TokenBytes([b"", *(bytes([97 + place % 26]) for place in range(WORDS - 1))])
 
 
@@ -534,7 +611,9 @@ def test_a_tokenizer_that_fails_is_asked_once(hmm: HMM, folder: Path) -> None:
     assert params == [1]
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused_once(hmm: HMM, folder: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused_once(
+    hmm: HMM, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tried = []
 
     def absent() -> TokenBytes:
@@ -548,3 +627,5 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_once(hmm: HMM, folder: Path)
         with pytest.raises(InvalidInputError, match="tokenizer cannot be used: its log says why"):
             cache.admit(_params('mentions("ab")'))
     assert tried == [1]
+    assert caplog.messages == ["The server's tokenizer cannot be used"]
+    assert "no such repository" in caplog.text
