@@ -70,6 +70,9 @@ def _introduction(command: str, suites: Mapping[str, Results]) -> list[str]:
         "probabilities with which it was sampled. A method with a lower entropy has a lower "
         "perplexity for that reason alone. Time is relative to bare, in "
         "turns, in one run.",
+        "",
+        "[Comparing methods](../guides/compare.md#methods-that-were-measured) says what the figures "
+        "show.",
     ]
 
 
