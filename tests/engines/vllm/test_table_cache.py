@@ -297,10 +297,21 @@ def test_a_broken_file_is_refused_and_named_in_the_log(
 ) -> None:
     (folder / "broken.safetensors").write_bytes(b"nothing of the kind")
     cache = _cache(hmm, folder)
-    with pytest.raises(InvalidInputError, match="broken"):
+    with pytest.raises(InvalidInputError, match=r"'broken' cannot be used.* damaged") as refusal:
         cache.admit(_params("broken"))
-    assert "broken" in caplog.text
+    (record,) = caplog.records
+    cause = refusal.value.__cause__
+    assert record.getMessage() == f"The attribute 'broken' is refused: {cause}"
+    assert record.__dict__["attribute"] == "broken"  # for logs in JSON
     assert cache.admit(_params("formal"))
+
+
+def test_a_file_that_disappears_while_it_is_read_is_unknown(hmm: HMM, folder: Path) -> None:
+    cache = _cache(hmm, folder)
+    file = cache._file("formal")
+    (folder / "formal.safetensors").unlink()
+    with pytest.raises(InvalidInputError, match="no attribute called formal"):
+        cache._read_attribute("formal", file)
 
 
 @pytest.mark.parametrize("name", ["../formal", "/etc/passwd", "..", "a/../formal", "x" * 300, "\0"])
@@ -315,6 +326,7 @@ def test_a_misspelt_name_is_guessed(hmm: HMM, folder: Path) -> None:
     cache = _cache(hmm, folder)
     with pytest.raises(InvalidInputError, match="Did you mean nontoxic"):
         cache.admit(_params("nontoxc"))
+    cache.admit(_params("formal", horizon=6))
     with pytest.raises(InvalidInputError, match="at most 6 tokens"):
         cache.admit(_params("formal", horizon=7))
     folder.rename(folder.with_name("gone"))
@@ -394,7 +406,8 @@ def test_sizes_are_checked_before_anything_is_computed(
 def test_a_read_only_library_builds_nothing(hmm: HMM, folder: Path) -> None:
     cache = _cache(hmm, folder)
     cache.read_only = True
-    with pytest.raises(InvalidInputError, match="not built"):
+    why = r"^The tables of this goal are not built\. .* JSON requests to /v1/ only: send the goal"
+    with pytest.raises(InvalidInputError, match=why):
         cache.admit(_params("formal"))
     assert not list(cache.disk.folder.iterdir())
     keys = _cache(hmm, folder).admit(_params("formal"))

@@ -180,7 +180,7 @@ class TableCache:
         files = [(name, *self._file(name)) for name in goal.names]
         tokens = self._token_bytes().identity if goal.mentions else None
         content = json.dumps([self._identity, operands, files, tokens])
-        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def _file(self, name: str) -> tuple[int, int, int]:
         """Return the identity of an attribute's file, which changes when it is replaced."""
