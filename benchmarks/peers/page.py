@@ -71,8 +71,8 @@ def _introduction(command: str, suites: Mapping[str, Results]) -> list[str]:
         "perplexity for that reason alone. Time is relative to bare, in "
         "turns, in one run.",
         "",
-        "[Comparing methods](../guides/compare.md#methods-that-were-measured) says what the figures "
-        "show.",
+        "[Comparing methods](../guides/compare.md#methods-that-were-measured) says what the "
+        "figures show.",
     ]
 
 
