@@ -59,14 +59,14 @@ class Normalisers(NamedTuple):
             ends.masked_fill(self.is_copy, -torch.inf)
             for ends in (self.bare_ends, self.steered_ends)
         )
-        log_bare = torch.cat([self.log_bare, bare_ends], 1).logsumexp(1)
+        log_bare = torch.cat([self.log_bare, bare_ends], 1).logsumexp(1, keepdim=True)
         logits = torch.cat([self.log_steered, steered_ends], 1)
+        log_steered = logits.logsumexp(1, keepdim=True)
         log_factors = torch.cat([self.log_factor, steered_ends - bare_ends], 1)
-        log_steered = logits.logsumexp(1)
+        # The difference of the normalisers belongs to every summand: their rounding errors cancel.
+        log_ratios = log_factors - (log_steered - log_bare)
         # What is impossible when steered is NaN here, 0 * inf, and contributes nothing.
-        mean = (logits - log_steered.unsqueeze(1)).exp_().mul_(log_factors).nansum(1)
-        # A row in which nothing is possible costs nothing.
-        return (mean + log_bare - log_steered).nan_to_num_(0.0, 0.0, 0.0).clamp_min_(0.0)
+        return (logits - log_steered).exp_().mul_(log_ratios).nansum(1).clamp_min_(0.0)
 
 
 def _sums(bare: Tensor, steered: Tensor, *, priced: bool) -> tuple[Tensor, Tensor, Tensor | None]:
