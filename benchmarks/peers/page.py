@@ -137,17 +137,24 @@ def _verdicts(results: Results) -> list[str]:
     ]
     sign = 1 if sum(curve) >= len(curve) * values[results["baseline"]] else -1
     groups: dict[str, list[str]] = {"ahead of": [], "behind": [], "within the interval of": []}
+    without: list[str] = []
     for rival, interval in _differences(results).items():
         if interval is None:
+            without.append(rival)
             continue
         low, high = sorted(sign * bound for bound in interval[1:])
         verdict = "ahead of" if low > 0 else "behind" if high < 0 else "within the interval of"
         groups[verdict].append(rival)
-    return [
+    lines = [
         f"- foretrace is **{verdict}**: {'; '.join(rivals)}."
         for verdict, rivals in groups.items()
         if rivals
     ]
+    if without:
+        lines.append(
+            f"- Their perplexity is below all of foretrace's points: {'; '.join(without)}."
+        )
+    return lines
 
 
 def _made_section(made: Sequence[Made]) -> list[str]:
