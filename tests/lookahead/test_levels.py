@@ -162,3 +162,12 @@ def test_constraints_do_not_change_the_strength_of_a_level(
 def test_unknown_levels_are_refused(hmm: HMM) -> None:
     with pytest.raises(InvalidInputError, match=r"no level 'huge'.*mild, medium, strong"):
         strength_of(attribute(), "huge", hmm)
+
+
+@pytest.mark.parametrize(("prices", "expected"), [((0.0599, 0.07), 0), ((0.05, 0.0601), 1)])
+def test_between_two_strengths_that_are_close_the_better_one_is_final(
+    prices: tuple[float, float], expected: int
+) -> None:
+    strengths = 1.0, exp(0.9 * levels.MIN_BRACKET)
+    known = dict(zip(strengths, prices, strict=True))
+    assert levels._next_strength(known, 0.06, 1.0) == strengths[expected]

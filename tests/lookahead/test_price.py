@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foretrace.hmm.probability import row_blocks
 from foretrace.lookahead.price import limit_prices_, prices
 
 BARE = torch.tensor([[8.0, 0.0, 1.0, -2.0], [0.0, 0.0, 0.0, -torch.inf]])
@@ -46,3 +47,15 @@ def test_a_limit_is_used_up(spread: float, limit: float) -> None:
     shares = factors[:, 0] / (steered - bare)[:, 0]
     expected = bare + shares[:, None] * (steered - bare)  # one share for all tokens
     torch.testing.assert_close(limited[~fits], expected[~fits], rtol=1e-4, atol=1e-3)
+
+
+def test_prices_of_many_rows_are_those_of_each() -> None:
+    """On CPUs, they are computed in blocks of rows."""
+    generator = torch.Generator().manual_seed(0)
+    bare = torch.randn(5, 200_000, generator=generator)
+    steered = bare + torch.randn(5, 200_000, generator=generator)
+    assert len(row_blocks(bare)) > 1
+    alone = torch.cat([prices(bare[i : i + 1], steered[i : i + 1]) for i in range(5)])
+    torch.testing.assert_close(prices(bare, steered), alone)
+    p, q = steered.double().log_softmax(-1), bare.double().log_softmax(-1)
+    torch.testing.assert_close(alone, (p.exp() * (p - q)).sum(-1).float(), rtol=1e-4, atol=0)
