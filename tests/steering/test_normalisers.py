@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretrace.lookahead.price import prices
+from foretrace.lookahead.price import limit_prices_, prices
 from foretrace.steering.normalisers import Normalisers
 from foretrace.steering.row_rules import RowRules
 
@@ -82,3 +82,27 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
     steered[:, 1:500] += 1.0
     rules.apply_(bare.clone(), steered, 1000, measure=False)
     torch.testing.assert_close(steered.softmax(-1)[:, 0], expected[:, 0])
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.5, torch.inf])
+def test_a_limit_and_neutral_ends_together(limit: float) -> None:
+    """Equal to one rule after the other: the limit counts the ends as they are steered."""
+    generator = torch.Generator().manual_seed(0)
+    bare = torch.randn(20, 50, generator=generator)
+    steered = bare + torch.randn(20, 50, generator=generator)
+    ends = torch.tensor([[3, 8, 3]]).expand(20, 3)
+    limits, neutral = torch.full((20, 1), limit), torch.ones(20, 1, dtype=torch.bool)
+    neutral[::2] = False
+    limited = steered.clone()
+    limit_prices_(bare, limited, limits)
+    expected = torch.where(prices(bare, steered).unsqueeze(1) > limits, limited, steered)
+    log_bare, log_steered = (
+        logits.index_fill(1, ends[0], -torch.inf).logsumexp(1, keepdim=True)
+        for logits in (bare, expected)
+    )
+    kept = bare.gather(1, ends) + log_steered - log_bare
+    expected = torch.where(neutral, expected.scatter(1, ends, kept), expected)
+    found, rules = bare.clone(), RowRules(limits, ends, copies(ends), neutral, None)
+    price = rules.apply_(found, steered.clone(), 50, measure=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(price, prices(bare, expected), rtol=1e-4, atol=1e-6)

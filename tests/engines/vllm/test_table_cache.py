@@ -252,6 +252,7 @@ def test_a_table_larger_than_the_memory_is_kept_alone(hmm: HMM, folder: Path) ->
     for name in ("formal", "formal", "mixed", "formal"):
         params = _params(name)
         cache.goals(params, cache.admit(params))
+    assert all(0 < value < 60 for event, value in events if event == "build")  # seconds
     counted = [event for event in events if event[0] != "build"]
     assert counted == [("miss", 1), ("hit", 1), ("miss", 1), ("miss", 1)]
 
@@ -439,6 +440,20 @@ def test_the_decoding_process_does_not_build(hmm: HMM, folder: Path) -> None:
     with pytest.raises(ForetraceError):
         cache.goals(_params("formal"), keys, build=False)
     assert cache.goals(_params("formal"), keys)
+    assert cache.disk.has(keys[0])
+
+
+def test_an_attribute_of_another_tokenizer_is_refused(hmm: HMM, folder: Path) -> None:
+    config = replace(hmm.config, tokenizer_fingerprint="ours")
+    hmm = HMM(hmm.initial, hmm.transition, hmm.emission, config)
+    for name in ("ours", "theirs"):
+        weights = torch.rand(WORDS)
+        attribute = Attribute.from_weights(weights, name=name, tokenizer_fingerprint=name)
+        attribute.save(folder / f"{name}.safetensors")
+    cache = _cache(hmm, folder)
+    cache.admit(_params("ours"))
+    with pytest.raises(InvalidInputError, match="'theirs' cannot be used"):
+        cache.admit(_params("theirs"))
 
 
 def _stored_size(hmm: HMM, folder: Path, name: str) -> int:

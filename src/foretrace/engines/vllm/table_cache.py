@@ -21,7 +21,12 @@ from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.disk_cache import DiskCache, Lease
 from foretrace.engines.vllm.goal_size import GoalSize, check_sizes, require_small
 from foretrace.engines.vllm.params import GoalParams, SteeringParams
-from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
+from foretrace.errors import (
+    ForetraceError,
+    InvalidFileError,
+    InvalidInputError,
+    TokenizerMismatchError,
+)
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Goal, Marker
@@ -288,7 +293,7 @@ class TableCache:
             return self.store[name]
         except KeyError:
             raise self._unknown(name) from None
-        except InvalidFileError as error:
+        except (InvalidFileError, TokenizerMismatchError) as error:
             logger.error(
                 "The attribute '%s' is refused: %s", name, error, extra={"attribute": name}
             )
