@@ -153,3 +153,24 @@ def test_a_request_in_the_place_of_another_has_its_own_goals() -> None:
         torch.testing.assert_close(steered, oracle_logits(oracle, [sequence], logits))
         del sequence  # nothing holds it now
         steering.assign({})
+
+
+@pytest.mark.parametrize("name", ["one", "weighed and must", "rewards once"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_without_a_new_token_keep_their_state(name: str, window: int | None) -> None:
+    hmm = tiny_hmm("dense")
+    if name == "weighed and must":
+        window = None
+    goal = Goal(lookaheads(hmm)[name], 1.0, window=window)
+    request = Request((goal,), (1,), LIMIT)
+    steering, alone = SlotSteering(hmm), SlotSteering(hmm)
+    steering.read_generated([0, 1], [request] * 2, [[0, 2], [0, 2]])
+    alone.read_generated([0], [request], [[0, 2]])
+    waiting = alone.reweight_(torch.zeros(1, TOKENS), [0])
+    steering.advance([0, 1], torch.tensor([3, 3]), torch.tensor([True, False]))
+    alone.advance([0], torch.tensor([3]))
+    moved = alone.reweight_(torch.zeros(1, TOKENS), [0])
+    assert not torch.allclose(moved, waiting)
+    found = steering.reweight_(torch.zeros(2, TOKENS), [0, 1])
+    torch.testing.assert_close(found, torch.cat([moved, waiting]))
+    assert steering.state.numbers_of(torch.arange(2)).num_generated.tolist() == [3, 2]
