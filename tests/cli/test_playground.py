@@ -74,8 +74,7 @@ def test_unsteered_and_steered_side_by_side(
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(playground)
-    page.get_by_role("button", name="More").click()
-    page.get_by_label("Strength").fill("1")
+    fill_advanced(page, "Strength", "1")
     submit(page, "odd & ~low")
     page.wait_for_selector(".steered.explained")
     bare, steered = (page.locator(f".{name} .token") for name in ("bare", "steered"))
@@ -103,8 +102,7 @@ def test_errors_are_shown_on_the_page(playground: str, browser: Any) -> None:
     page.goto(playground)
     submit(page, "odd & lo")
     page.get_by_text("Did you mean low?").wait_for()
-    page.get_by_role("button", name="More").click()
-    page.get_by_label("Transform").fill("1;2")
+    fill_advanced(page, "Transform", "1;2")
     submit(page, "odd")
     page.get_by_text("A transform is two numbers").wait_for()
     page.close()
@@ -158,6 +156,18 @@ def submit(page: Any, goal: str) -> None:
     page.get_by_label("Goal").fill(goal)
     page.get_by_label("Goal").press("Enter")
     page.get_by_role("button", name="Write").click()
+
+
+def fill_advanced(page: Any, label: str, value: str) -> None:
+    """Open the advanced fields and fill one; Gradio empties fields while it renders them."""
+    page.get_by_role("button", name="More").click()
+    field, unchanged = page.get_by_label(label), 0
+    while unchanged < 3:
+        if field.input_value() != value:
+            field.fill(value)
+            unchanged = 0
+        page.wait_for_timeout(200)
+        unchanged += 1
 
 
 def numbers(tokens: Any) -> list[int]:
