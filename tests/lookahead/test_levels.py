@@ -123,8 +123,12 @@ def test_an_attribute_without_levels_is_calibrated_with_the_hmm(
     assert strengths == sorted(strengths)
     for strength, budget in zip(strengths, BUDGETS.values(), strict=True):
         assert hmm_price(hmm, uncalibrated, strength) == pytest.approx(budget, rel=TOLERANCE)
-    assert len(caplog.messages) == len(BUDGETS)
-    assert all("was not calibrated" in message for message in caplog.messages)
+    assert caplog.messages == [
+        f"'{uncalibrated.name}' was not calibrated: strength {strength:.2g} for the level "
+        f"'{level}' was found with the HMM alone. `foretrace calibrate` measures it with the "
+        f"language model."
+        for strength, level in zip(strengths, BUDGETS, strict=True)
+    ]
 
 
 def test_levels_of_the_config_are_used(
@@ -164,7 +168,9 @@ def test_unknown_levels_are_refused(hmm: HMM) -> None:
         strength_of(attribute(), "huge", hmm)
 
 
-@pytest.mark.parametrize(("prices", "expected"), [((0.0599, 0.07), 0), ((0.05, 0.0601), 1)])
+@pytest.mark.parametrize(
+    ("prices", "expected"), [((0.0599, 0.07), 0), ((0.05, 0.0601), 1), ((0.06, 0.07), 0)]
+)
 def test_between_two_strengths_that_are_close_the_better_one_is_final(
     prices: tuple[float, float], expected: int
 ) -> None:
