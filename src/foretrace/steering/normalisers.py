@@ -41,8 +41,8 @@ class Normalisers(NamedTuple):
         return cls(*sums, bare_ends.to(steered.dtype), steered_ends, is_copy)
 
     def replace_(self, rows: Tensor, others: "Normalisers") -> None:
-        """Replace the normalisers of rows, in place: (r,)."""
-        for values, new in zip(self, others, strict=True):
+        """Replace the normalisers of rows, in place: (r,). Their ends are the same."""
+        for values, new in zip(self[:-1], others[:-1], strict=True):  # not the plan's `is_copy`
             if values is not None and new is not None:
                 values[rows] = new
 

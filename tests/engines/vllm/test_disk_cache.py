@@ -19,8 +19,8 @@ HORIZON, TOKENS = 3, 10
 TINY = HMM.random(4, TOKENS, eos_token_id=0, seed=0)
 
 
-def lookahead(weight: float = 0.5) -> Lookahead:
-    return Lookahead(TINY, Attribute.from_weights(torch.full((TOKENS,), weight)), HORIZON)
+def lookahead() -> Lookahead:
+    return Lookahead(TINY, Attribute.from_weights(torch.full((TOKENS,), 0.5)), HORIZON)
 
 
 def table_size() -> int:
