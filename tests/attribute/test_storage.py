@@ -1,6 +1,9 @@
 """Test attribute files."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,42 @@ def test_a_saved_attribute_is_loaded_unchanged(tmp_path: Path) -> None:
         loaded = Attribute.load(tmp_path / "file")
         assert loaded.config == attribute.config
         assert torch.equal(loaded.probability(TEXTS), attribute.probability(TEXTS))
+
+
+def many() -> list[Attribute]:
+    """Return attributes whose contents differ."""
+    other = Attribute.from_weights([0.5, 1.0, 0.0, 0.8])
+    kind = Attribute.from_rewards([0.5, 0.0, -1.5, 0.25], bias=-0.125)
+    ab, abc = (Attribute.occurrence(text, [b"a", b"b", b"c", b"ab"]) for text in ("ab", "abc"))
+    tokens = Attribute.from_weights([1.0, 0.5, 0.0, 0.9])
+    single = [some(), ~some(), other, tokens, kind, ~kind, kind**2, ab, ~ab, abc]
+    return [*single, some() | other, some() & ab, some() & kind, kind & kind, kind & kind**2]
+
+
+def test_the_checksum_tells_contents_apart_and_is_the_same_in_every_process(tmp_path: Path) -> None:
+    attributes = [*many(), Attribute.from_rewards([0.5, 0, -1.5, 0.25], bias=-0.125, once=False)]
+    checksums = [attribute.checksum for attribute in attributes]
+    assert len(set(checksums)) == len(attributes)
+    for number, attribute in enumerate(attributes):
+        attribute.save(tmp_path / f"{number:02}")
+        assert attribute.renamed("other").checksum == attribute.checksum
+    script = (
+        "import sys; from pathlib import Path; from foretrace.attribute import Attribute\n"
+        "for path in sorted(Path(sys.argv[1]).iterdir()): print(Attribute.load(path).checksum)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert loaded == checksums
+
+
+def test_the_checksum_depends_on_values_and_not_on_types() -> None:
+    tokens = torch.tensor([0, 2], dtype=torch.int32)
+    log_weights = torch.tensor([[-0.5, 0.0]])
+    one = Attribute(Terms(torch.ones(1, dtype=torch.float64), tokens, log_weights))
+    wide = Attribute(Terms(torch.ones(1), tokens.long(), log_weights.double().neg().neg()))
+    half = Attribute(replace(one.terms, log_weights=log_weights.bfloat16()))
+    assert one.checksum == wide.checksum == half.checksum
+    assert (~~one).checksum == one.checksum
 
 
 def test_the_complement_of_a_loaded_complement_is_the_attribute(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import exp, isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -302,6 +303,20 @@ class Attribute:
     def name(self) -> str:
         """The name of the attribute."""
         return self.config.name
+
+    @cached_property
+    def checksum(self) -> str:
+        """The SHA-256 of what steering depends on: terms, automaton and evidence, in hexadecimal.
+
+        Attributes with equal content have the same checksum, in every process and after `save` and
+        `load`. The name, the vocabulary and the record of the fit do not count. It is computed when
+        it is first read.
+
+        Example:
+            >>> attribute.renamed("friendly").checksum == attribute.checksum
+            True
+        """
+        return storage.checksum(storage.Stored(self.terms, self.config, self.evidence))
 
     def renamed(self, name: str) -> "Attribute":
         """Return the same attribute under another name.

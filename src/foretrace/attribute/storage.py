@@ -1,5 +1,6 @@
 """Read and write attributes: one safetensors file, with the config in its header."""
 
+import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,15 +35,36 @@ class Stored(NamedTuple):
 
 def write(path: Path, stored: Stored) -> None:
     """Write the file atomically."""
-    terms, config, evidence = stored
+    version = PLAIN if stored.terms.automaton is None else WITH_AUTOMATON
+    version = WITH_EVIDENCE if stored.evidence else version
+    header = {"format_version": version, **asdict(stored.config)}
+    _io.write_tensors(path, _tensors(stored), {HEADER_KEY: _io.to_json(path, header)})
+
+
+def checksum(stored: Stored) -> str:
+    """Return the SHA-256 of the tensors, in hexadecimal; the config does not count.
+
+    Numbers are hashed as float64 or int64, so that only their values count and not their types.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(stored).items()):
+        wide = tensor.double() if tensor.is_floating_point() else tensor.long()
+        values = (wide + 0).numpy()  # -0.0 becomes 0.0
+        digest.update(f"{name} {values.shape} ".encode())
+        digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(stored: Stored) -> dict[str, Tensor]:
+    """Return the tensors of the file, by name."""
+    terms, _, evidence = stored
     tensors = {
         "coefficients": terms.coefficients,
         "tokens": terms.tokens,
         "log_weights": terms.log_weights,
     }
-    version = PLAIN
     if terms.automaton is not None:
-        version, dfa = WITH_AUTOMATON, terms.automaton.dfa
+        dfa = terms.automaton.dfa
         tensors |= {
             "automaton_tokens": dfa.tokens,
             "automaton_classes": dfa.classes,
@@ -50,7 +72,6 @@ def write(path: Path, stored: Stored) -> None:
             "finals": terms.automaton.final_weights,
         }
     if evidence:
-        version = WITH_EVIDENCE
         tensors |= {
             "evidence_bias": torch.tensor([one.bias for one in evidence], dtype=torch.float64),
             "evidence_once": torch.tensor([one.once for one in evidence], dtype=torch.uint8),
@@ -58,8 +79,7 @@ def write(path: Path, stored: Stored) -> None:
             "evidence_tokens": torch.cat([one.tokens for one in evidence]),
             "evidence_rewards": torch.cat([one.rewards for one in evidence]),
         }
-    header = {"format_version": version, **asdict(config)}
-    _io.write_tensors(path, tensors, {HEADER_KEY: _io.to_json(path, header)})
+    return tensors
 
 
 def read(path: Path) -> Stored:
