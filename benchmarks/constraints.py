@@ -49,7 +49,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
     steered = random_goal(hmm)
-    must = ft.mentions(TWENTY, tokenizer)
+    must = ft.contains(TWENTY, tokenizer)
     assert must.terms.num_states == len(TWENTY) + 1
     automaton = ft.Goal(ft.Lookahead(hmm, must, HORIZON))
     joined = ft.Goal(ft.Lookahead(hmm, steered.lookahead.attribute & must, HORIZON), 2.0)
@@ -75,7 +75,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
 
 def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -> None:
     """Continue prompts without steering and under constraints."""
-    goal = ft.mentions(MUST, tokenizer) & ~ft.mentions(MUST_NOT, tokenizer)
+    goal = ft.contains(MUST, tokenizer) & ~ft.contains(MUST_NOT, tokenizer)
     lookahead = ft.Lookahead(hmm, goal, HORIZON)
     prompts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     for name, scale in (("bare", None), ("steered", 1.0), ("scale 1.5", 1.5)):

@@ -181,7 +181,7 @@ def _entropy(logits: Tensor) -> Tensor:
 def _every_occurrence(goal: ft.Goal) -> ft.Goal:
     """Return a goal in which a token's evidence counts at every occurrence."""
     lookahead = goal.lookahead
-    evidence = [replace(one, once=False) for one in lookahead.attribute.evidence]
+    evidence = [replace(one, first_only=False) for one in lookahead.attribute.evidence]
     attribute = replace(lookahead.attribute, evidence=tuple(evidence))
     return ft.Goal(ft.Lookahead(lookahead.hmm, attribute, lookahead.horizon), 1.0)
 

@@ -219,7 +219,7 @@ def _answers(setup: Setup, name: str, questions: Sequence[str], goal: ft.Goal | 
     generator = ContinuationGenerator(setup.lm, setup.tokenizer, sampling, setup.ends, chat=True)
     settings = {
         "lm": lm_identity(setup.lm),
-        "hmm": setup.hmm.identity(),
+        "hmm": setup.hmm.checksum,
         "goal": None if goal is None else list(goal_identity(goal)),
         "questions": list(questions),
     }

@@ -151,7 +151,7 @@ async def _hostile_client(client: Any, tally: Tally, phases: Phases, numbers: "c
             continue
         number = next(numbers)
         text = f"never {number} again, and once more {number}"
-        request = completion("One day", {"goal": f's{number % STABLE} & ~mentions("{text}")'})
+        request = completion("One day", {"goal": f's{number % STABLE} & ~contains("{text}")'})
         tally.hostile += 1
         try:
             await client.completions.create(model="lm", max_tokens=1, **request)

@@ -67,7 +67,7 @@ def main() -> None:
 
 def _dense_hmm() -> HMM:
     hmm = HMM.from_pretrained(os.environ.get("FORETRACE_HMM", EXAMPLE))
-    table = hmm.emission.rows(torch.arange(hmm.vocab_size)).float()
+    table = hmm.emission.of_tokens(torch.arange(hmm.vocab_size)).float()
     return HMM(hmm.initial, hmm.transition, table / table.sum(0), hmm.config)
 
 

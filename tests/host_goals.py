@@ -14,7 +14,7 @@ def goals_of(kind: str, hmm: HMM, horizon: int) -> list[Goal]:
     """Return goals of a kind; the tokens 1 and 2 are "a" and "b"."""
     vocab = hmm.vocab_size
     first, second = torch.rand(2, vocab, generator=torch.Generator().manual_seed(0))
-    text = Attribute.occurrence("ab", [b"", b"a", b"b", *[b""] * (vocab - 3)])
+    text = Attribute.contains("ab", [b"", b"a", b"b", *[b""] * (vocab - 3)])
     attributes = {
         "product": [Attribute.from_weights(first)],
         "rewards": [Attribute.from_rewards(first - 0.5)],

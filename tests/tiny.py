@@ -97,7 +97,7 @@ def all_texts(length: int) -> Tensor:
 def dense_tables(hmm: Parameters) -> tuple[Tensor, Tensor, Tensor]:
     """Return an HMM's dense tables: initial (h,), transition (h, h), emission (V, h)."""
     identity = torch.eye(len(hmm.initial), dtype=torch.float64)
-    emission = hmm.emission.rows(torch.arange(hmm.emission.vocab_size))
+    emission = hmm.emission.of_tokens(torch.arange(hmm.emission.vocab_size))
     return hmm.initial, hmm.transition.predict(identity), emission
 
 

@@ -32,7 +32,7 @@ def attributes() -> dict[str, Attribute]:
 
 def _with_automata(a: Attribute, mixture: Attribute) -> dict[str, Attribute]:
     """Return constraints, alone and combined with token weights."""
-    aba, bb = (Attribute.occurrence(text, SPELLED) for text in ("aba", "bb"))
+    aba, bb = (Attribute.contains(text, SPELLED) for text in ("aba", "bb"))
     return {
         "must": aba,
         "must not": ~bb,

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from foretrace.distill.config import DistillConfig
     from foretrace.distill.run import distill
     from foretrace.engines import transformers
-    from foretrace.engines.token_bytes import marker, mentions
+    from foretrace.engines.token_bytes import contains, marker
     from foretrace.engines.transformers import generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
@@ -30,11 +30,11 @@ __all__ = [
     "LogitAffine",
     "Lookahead",
     "__version__",
+    "contains",
     "distill",
     "fingerprint",
     "generate",
     "marker",
-    "mentions",
     "parse",
     "transformers",
 ]
@@ -54,7 +54,7 @@ _HOMES = {
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",
     "marker": "foretrace.engines.token_bytes",
-    "mentions": "foretrace.engines.token_bytes",
+    "contains": "foretrace.engines.token_bytes",
     "transformers": "foretrace.engines",
     "fingerprint": "foretrace.vocabulary",
 }

@@ -88,7 +88,7 @@ class GGUFTokenizer:
     """The tokenizer of a GGUF file.
 
     It has those methods of the tokenizers of transformers that foretrace calls, so that functions
-    such as `foretrace.mentions` accept either.
+    such as `foretrace.contains` accept either.
 
     Args:
         llm: A `llama_cpp.Llama`. One that was loaded with `vocab_only=True` suffices.
@@ -96,7 +96,7 @@ class GGUFTokenizer:
     Example:
         >>> from foretrace.gguf import GGUFTokenizer
         >>> tokenizer = GGUFTokenizer(llm)  # doctest: +SKIP
-        >>> refund = ft.mentions("refund", tokenizer)  # doctest: +SKIP
+        >>> refund = ft.contains("refund", tokenizer)  # doctest: +SKIP
     """
 
     def __init__(self, llm: "Llama") -> None:

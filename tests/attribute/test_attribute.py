@@ -351,7 +351,7 @@ def test_an_attribute_combines_only_with_attributes() -> None:
 
 def test_tokens_that_are_not_contiguous_raise_no_warning() -> None:
     (a, *_), _ = attributes()
-    occurs = Attribute.occurrence("ab", [b"a", b"b", b"c", b"ab"])
+    occurs = Attribute.contains("ab", [b"a", b"b", b"c", b"ab"])
     columns = torch.tensor(BATCH).T.contiguous().T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -367,7 +367,7 @@ REWARDS = [0.0, 2.0, -1.0, 0.5]
 
 
 def kind(once: bool = True) -> Attribute:
-    return Attribute.from_rewards(REWARDS, bias=-0.25, once=once, name="kind")
+    return Attribute.from_rewards(REWARDS, bias=-0.25, first_only=once, name="kind")
 
 
 def log_odds(attribute: Attribute, text: list[int]) -> float:

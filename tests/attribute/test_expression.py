@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute, as_expression, parse
-from foretrace.attribute.expression import Expression, Mention, Operator
+from foretrace.attribute.expression import Contains, Expression, Operator
 from foretrace.errors import InvalidInputError
 
 
@@ -60,14 +60,14 @@ def test_names_are_listed_once_in_order() -> None:
 
 
 def test_mentions_are_operands() -> None:
-    text = r'b & ~mentions("a \"b\" é", "\u00e9") | mentions ( "c" ) & mentions'
+    text = r'b & ~contains("a \"b\" é", "\u00e9") | contains ( "c" ) & contains'
     found = parse(text)
-    assert found.names == ("b", "mentions")
-    assert [mention.texts for mention in found.mentions] == [('a "b" é', "é"), ("c",)]
+    assert found.names == ("b", "contains")
+    assert [operand.texts for operand in found.contains] == [('a "b" é', "é"), ("c",)]
     known = {name: Shown(name) for name in found.names}
-    shown = found.build(known, lambda mention: Shown("+".join(mention.texts))).text
-    assert shown == '((b&~a "b" é+é)|(c&mentions))'
-    assert parse(f"{found.mentions[0]} & b").mentions == found.mentions[:1]
+    shown = found.build(known, lambda operand: Shown("+".join(operand.texts))).text
+    assert shown == '((b&~a "b" é+é)|(c&contains))'
+    assert parse(f"{found.contains[0]} & b").contains == found.contains[:1]
     with pytest.raises(InvalidInputError, match="needs a tokenizer"):
         found.build(known)
 
@@ -89,10 +89,10 @@ def test_mentions_are_operands() -> None:
         '"a',
         "1a",
         "~",
-        "mentions()",
-        'mentions("a"',
-        'mentions("\\x")',
-        'mentions("a", )',
+        "contains()",
+        'contains("a"',
+        'contains("\\x")',
+        'contains("a", )',
     ],
 )
 def test_malformed_text_is_refused(text: str) -> None:
@@ -110,7 +110,7 @@ def test_malformed_text_is_refused(text: str) -> None:
         ("(a))", r"unexpected '\)' at column 4"),
         ("a & ", "it ends where a name was expected"),
         ("(a", "a parenthesis is not closed"),
-        (r'mentions("\x")', "not valid JSON"),
+        (r'contains("\x")', "not valid JSON"),
     ],
 )
 def test_parse_errors_say_what_and_where(text: str, problem: str) -> None:
@@ -148,7 +148,7 @@ def test_a_name_as_an_expression_is_parsed_as_that_name(name: str) -> None:
 
 SPELLED = [b"a", b"b", b"ab"]
 TEXTS = list(itertools.product(range(3), repeat=3))
-LEAVES = ["a", "b", "small talk", Mention(("ab", "ba")), Mention(("b",))]
+LEAVES = ["a", "b", "small talk", Contains(("ab", "ba")), Contains(("b",))]
 Tree = Any  # a leaf, ("~", tree), or ("&" or "|", tree, tree)
 
 trees = st.recursive(
@@ -170,7 +170,7 @@ def rearranged(tree: Tree, draws: random.Random) -> Tree:
     if draws.random() < 0.2:
         return ("~", ("~", rearranged(tree, draws)))
     if not isinstance(tree, tuple):
-        return Mention(tree.texts[::-1]) if isinstance(tree, Mention) else tree
+        return Contains(tree.texts[::-1]) if isinstance(tree, Contains) else tree
     if tree[0] == "~":
         return ("~", rearranged(tree[1], draws))
     operands = [rearranged(operand, draws) for operand in chained(tree, tree[0])]
@@ -207,7 +207,7 @@ def test_the_normal_form_has_the_same_probability(tree: Tree) -> None:
 
     def build(expression: Expression) -> Attribute:
         return expression.build(
-            attributes, lambda mention: Attribute.occurrence(mention.texts, SPELLED)
+            attributes, lambda operand: Attribute.contains(operand.texts, SPELLED)
         )
 
     expected = build(postfix(tree)).probability(TEXTS)
@@ -225,7 +225,7 @@ def test_the_normal_form_has_the_same_probability(tree: Tree) -> None:
         ("~(b & a)", "~(a & b)"),
         ("a & a", "(a & a)"),
         ("a | a & a", "((a & a) | a)"),
-        ('a & mentions("y", "x", "y")', '(mentions("x", "y") & a)'),
+        ('a & contains("y", "x", "y")', '(contains("x", "y") & a)'),
         ('"&" & a', '("&" & a)'),
     ],
 )
@@ -241,7 +241,7 @@ def test_normal_forms(text: str, expected: str) -> None:
         ("a & (b | c)", "(a & b) | c"),
         ("~(a & b)", "~a & ~b"),
         ("a", '"a "'),
-        ('mentions & "x"', 'mentions("x")'),
+        ('contains & "x"', 'contains("x")'),
     ],
 )
 def test_other_expressions_have_other_normal_forms(one: str, other: str) -> None:

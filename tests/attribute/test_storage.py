@@ -28,7 +28,7 @@ def some(name: str = "a", fingerprint: str | None = "sha256:a") -> Attribute:
 
 
 def test_a_saved_attribute_is_loaded_unchanged(tmp_path: Path) -> None:
-    occurs = Attribute.occurrence("ab", [b"a", b"b", b"c", b"ab"], tokenizer_fingerprint="sha256:a")
+    occurs = Attribute.contains("ab", [b"a", b"b", b"c", b"ab"], tokenizer_fingerprint="sha256:a")
     for attribute in (some(), ~some(), some() | ~some("b"), some() & occurs, ~occurs):
         attribute.save(tmp_path / "file")
         loaded = Attribute.load(tmp_path / "file")
@@ -40,14 +40,17 @@ def many() -> list[Attribute]:
     """Return attributes whose contents differ."""
     other = Attribute.from_weights([0.5, 1.0, 0.0, 0.8])
     kind = Attribute.from_rewards([0.5, 0.0, -1.5, 0.25], bias=-0.125)
-    ab, abc = (Attribute.occurrence(text, [b"a", b"b", b"c", b"ab"]) for text in ("ab", "abc"))
+    ab, abc = (Attribute.contains(text, [b"a", b"b", b"c", b"ab"]) for text in ("ab", "abc"))
     tokens = Attribute.from_weights([1.0, 0.5, 0.0, 0.9])
     single = [some(), ~some(), other, tokens, kind, ~kind, kind**2, ab, ~ab, abc]
     return [*single, some() | other, some() & ab, some() & kind, kind & kind, kind & kind**2]
 
 
 def test_the_checksum_tells_contents_apart_and_is_the_same_in_every_process(tmp_path: Path) -> None:
-    attributes = [*many(), Attribute.from_rewards([0.5, 0, -1.5, 0.25], bias=-0.125, once=False)]
+    attributes = [
+        *many(),
+        Attribute.from_rewards([0.5, 0, -1.5, 0.25], bias=-0.125, first_only=False),
+    ]
     checksums = [attribute.checksum for attribute in attributes]
     assert len(set(checksums)) == len(attributes)
     for number, attribute in enumerate(attributes):
@@ -91,13 +94,15 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("once", [True, False])
 def test_saved_evidence_is_loaded_unchanged(tmp_path: Path, once: bool) -> None:
     rewards = torch.tensor([0.5, 0.0, -1.5, 0.25])
-    kind = Attribute.from_rewards(rewards, bias=-0.125, once=once, name="kind")
+    kind = Attribute.from_rewards(rewards, bias=-0.125, first_only=once, name="kind")
     none = Attribute.from_rewards(torch.zeros(4), bias=1.0)
     for attribute in (kind, ~kind, kind**2.5, some() & kind, kind & none & ~kind, none):
         attribute.save(tmp_path / "file")
         loaded = Attribute.load(tmp_path / "file")
         assert loaded.config == attribute.config
-        assert [one.once for one in loaded.evidence] == [one.once for one in attribute.evidence]
+        assert [one.first_only for one in loaded.evidence] == [
+            one.first_only for one in attribute.evidence
+        ]
         assert torch.equal(loaded.probability(TEXTS), attribute.probability(TEXTS))
 
 
@@ -116,8 +121,8 @@ def evidence(**changed: Tensor) -> dict[str, Tensor]:
 def test_evidence_of_a_file_is_split_by_its_sizes(tmp_path: Path) -> None:
     write_file(tmp_path / "file", evidence(), {"format_version": 3})
     first, second = Attribute.load(tmp_path / "file").evidence
-    assert (first.tokens.tolist(), first.bias, first.once) == ([0, 3], 0.5, True)
-    assert (second.rewards.tolist(), second.bias, second.once) == ([2.0], -1.0, False)
+    assert (first.tokens.tolist(), first.bias, first.first_only) == ([0, 3], 0.5, True)
+    assert (second.rewards.tolist(), second.bias, second.first_only) == ([2.0], -1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +381,7 @@ def bases(draw: st.DrawFn) -> Attribute:
     """Draw an attribute of one product, a mixture of products, or an automaton."""
     kind = draw(st.sampled_from(["product", "mixture", "occurrence"]))
     if kind == "occurrence":
-        return Attribute.occurrence(draw(st.sampled_from(["ab", "a", "ca"])), SPELLED)
+        return Attribute.contains(draw(st.sampled_from(["ab", "a", "ca"])), SPELLED)
     if kind == "product":
         return Attribute.from_weights(torch.tensor(draw(weights)))
     table = torch.tensor([draw(weights) for _ in range(3)])

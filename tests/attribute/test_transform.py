@@ -25,10 +25,10 @@ def test_the_identity_has_scale_1_and_shift_0() -> None:
     """A shift alone changes probabilities, and so does a scale alone."""
     p = torch.tensor([0.25, 0.5], dtype=torch.float64)
     for transform in (LogitAffine(), LogitAffine(1.0, 0.0)):
-        assert transform.identity
+        assert transform.is_identity
         torch.testing.assert_close(transform(p), p)
     for transform in (LogitAffine(1.0, -2.0), LogitAffine(1.0, 1e-9), LogitAffine(2.0, 0.0)):
-        assert not transform.identity
+        assert not transform.is_identity
         assert not torch.equal(transform(p), p)
 
 

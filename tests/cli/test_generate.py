@@ -149,7 +149,7 @@ def test_required_text_joins_several_goals(
     options = ["--goal", "nontoxic", "--goal", "formal", "--prompt", "hello", "--json"]
     options += ["--must-contain", "ship", "--must-not-contain", "z"]
     if settings[0] == "--strength":  # one product: several goals may require text
-        options[3] = 'formal & mentions("coast") & ~mentions("fool")'
+        options[3] = 'formal & contains("coast") & ~contains("fool")'
     options += ["--max-new-tokens", "12", "--horizon", "2"]
     code, out, error = run(
         "generate", *spelled, *options, *settings, capsys=capsys, monkeypatch=monkeypatch

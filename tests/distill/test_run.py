@@ -141,14 +141,16 @@ def test_two_workers_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Pat
 def test_a_finished_distillation_is_not_repeated(tiny_lm: Path, finished: Path) -> None:
     observed: list[StageProgress] = []
     before = (finished / "hmm.safetensors").stat().st_mtime_ns
-    ft.distill(str(tiny_lm), CONFIG, out=finished, prompts=["w1 w2 w3"], observe=observed.append)
+    ft.distill(
+        str(tiny_lm), CONFIG, out=finished, prompts=["w1 w2 w3"], on_progress=observed.append
+    )
     assert not observed
     assert (finished / "hmm.safetensors").stat().st_mtime_ns == before
 
 
 def test_progress_of_a_random_start(tiny_lm: Path, tmp_path: Path) -> None:
     observed: list[StageProgress] = []
-    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, observe=observed.append)
+    hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, on_progress=observed.append)
     assert hmm.num_states == 4
     assert [(item.stage, item.done, item.total) for item in observed] == [
         ("sampling", 90, 90),
@@ -275,12 +277,12 @@ def test_an_hmm_of_answers_knows_all_ends(start: str, tmp_path: Path) -> None:
     hmm = ft.distill(str(model), config, out=tmp_path / "out", prompts=chats)
     end, other = hmm.config.eos_token_ids
     assert (end, other) == (1, 0)
-    emission = hmm.emission.rows(torch.tensor([end, other]))
+    emission = hmm.emission.of_tokens(torch.tensor([end, other]))
     assert (emission[:, :-1] == 0).all()  # the last state alone ends texts
     assert emission[0, -1] > 0.99
     assert emission[1, -1] > 0
     assert float(emission[:, -1].sum()) == pytest.approx(1.0)
-    sparse = hmm.sparsify(1e-3).emission.rows(torch.tensor([end, other]))
+    sparse = hmm.sparsify(1e-3).emission.of_tokens(torch.tensor([end, other]))
     torch.testing.assert_close(sparse, emission, rtol=1e-3, atol=1e-5)
     again = ft.distill(str(model), config, out=tmp_path / "out", prompts=chats)
     assert torch.equal(again.initial, hmm.initial)

@@ -71,7 +71,7 @@ def test_tokens_that_control_spell_nothing_and_others_what_they_say() -> None:
 
 def test_what_is_mentioned_is_found_in_texts() -> None:
     tokenizer = byte_level()
-    attribute = ft.mentions(["times", "naïve"], tokenizer)
+    attribute = ft.contains(["times", "naïve"], tokenizer)
     texts = ["the best of times", "best of time", "I am naïve", "timess", "naive"]
     ids = [tokenizer(text).input_ids for text in texts]
     assert attribute.probability(ids).tolist() == [1.0, 0.0, 1.0, 1.0, 0.0]

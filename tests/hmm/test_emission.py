@@ -24,17 +24,17 @@ def operator(request: pytest.FixtureRequest) -> Emission:
 
 
 def test_rows_are_distributions_over_tokens(operator: Emission) -> None:
-    table = operator.rows(torch.arange(VOCAB))
+    table = operator.of_tokens(torch.arange(VOCAB))
     assert table.shape == (VOCAB, STATES)
     torch.testing.assert_close(table.sum(0), torch.ones(STATES, dtype=torch.float64))
     tokens = torch.tensor([[3, 3], [0, 39]])  # any shape, tokens repeated
-    torch.testing.assert_close(operator.rows(tokens), table[tokens], rtol=0, atol=0)
+    torch.testing.assert_close(operator.of_tokens(tokens), table[tokens], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (5,), (2, 3)])
 def test_predict_is_a_product_with_the_table(operator: Emission, batch: tuple[int, ...]) -> None:
     belief = simplex(*batch, STATES, seed=1)
-    expected = belief @ operator.rows(torch.arange(VOCAB)).T
+    expected = belief @ operator.of_tokens(torch.arange(VOCAB)).T
     torch.testing.assert_close(operator.predict(belief), expected)
 
 
@@ -56,7 +56,7 @@ def test_a_subset_predicts_the_same_probabilities(operator: Emission) -> None:
     subset = operator.subset(tokens)
     torch.testing.assert_close(subset.predict(beliefs.T), expected)
     for block in (slice(0, 4), slice(0, 1), slice(1, 3), slice(3, 4)):
-        torch.testing.assert_close(subset.rows(block).predict(beliefs.T), expected[block])
+        torch.testing.assert_close(subset.block(block).predict(beliefs.T), expected[block])
     assert subset.nbytes > 0
 
 
@@ -70,8 +70,8 @@ def test_slicing_a_subset_does_not_synchronise_with_the_device() -> None:
         background=subset.background.to("meta"),
         leak=subset.leak.to("meta"),
     )
-    expected = subset.rows(slice(1, 3)).matrix
-    sliced = on_device.rows(slice(1, 3)).matrix
+    expected = subset.block(slice(1, 3)).matrix
+    sliced = on_device.block(slice(1, 3)).matrix
     assert sliced.shape == expected.shape == (2, STATES)
     assert sliced.values().shape == expected.values().shape
 
@@ -89,14 +89,14 @@ def test_padded_entries_equal_the_rows() -> None:
     tokens = torch.tensor([3, 3, 0, 39])
     rows = operator.background[tokens, None] * operator.leak
     operator._add_padded(rows, tokens)
-    torch.testing.assert_close(rows, operator.rows(tokens))
+    torch.testing.assert_close(rows, operator.of_tokens(tokens))
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_expect_is_a_product_with_the_rows(operator: Emission, batch: tuple[int, ...]) -> None:
     tokens = torch.tensor([0, 5, 39])
     values = torch.rand(*batch, 3, dtype=torch.float64)
-    expected = values @ operator.rows(tokens)
+    expected = values @ operator.of_tokens(tokens)
     torch.testing.assert_close(operator.expect(values, tokens), expected)
 
 
@@ -106,10 +106,10 @@ def test_rounded_tables_still_sum_to_one(form: str, dtype: torch.dtype) -> None:
     """The normaliser corrects the rounding of a state's distribution."""
     rounded = emission(form).to(None, dtype)
     assert rounded.dtype == dtype
-    table = rounded.rows(torch.arange(VOCAB))
+    table = rounded.of_tokens(torch.arange(VOCAB))
     assert table.dtype == torch.float32  # beliefs are never narrower
     torch.testing.assert_close(table.sum(0), torch.ones(STATES), rtol=0, atol=1e-6)
-    exact = emission(form).rows(torch.arange(VOCAB)).float()
+    exact = emission(form).of_tokens(torch.arange(VOCAB)).float()
     precision = torch.finfo(dtype).eps
     torch.testing.assert_close(table, exact, rtol=2 * precision, atol=1e-6)
     belief = simplex(3, STATES, seed=5).float()
@@ -163,7 +163,7 @@ def test_a_state_without_entries_emits_the_background() -> None:
         background=background,
         leak=torch.tensor([0.0, 1.0]),
     )
-    torch.testing.assert_close(background_only.rows(torch.tensor([0, 1])).T[1], background)
+    torch.testing.assert_close(background_only.of_tokens(torch.tensor([0, 1])).T[1], background)
     drawn = background_only.sample(
         torch.ones(4000, dtype=torch.long), torch.Generator().manual_seed(0)
     )
@@ -202,4 +202,4 @@ def test_an_invalid_sparse_table_is_refused(
 def test_sampling_from_a_single_state(operator: Emission) -> None:
     drawn = operator.sample(torch.full((20_000,), 2), torch.Generator().manual_seed(0))
     frequency = torch.bincount(drawn, minlength=VOCAB) / len(drawn)
-    assert (frequency - operator.rows(torch.arange(VOCAB))[:, 2]).abs().max() < 0.02
+    assert (frequency - operator.of_tokens(torch.arange(VOCAB))[:, 2]).abs().max() < 0.02

@@ -15,13 +15,13 @@ def unnormalized_emission() -> tuple[SparseEmission, Tensor]:
     factors = torch.linspace(0.5, 2.0, STATES, dtype=torch.float64)
     values = exact.values * factors[exact.states.long()]
     emission = SparseEmission(exact.offsets, exact.states, values, exact.background, exact.leak)
-    return emission, exact.rows(torch.arange(VOCAB))
+    return emission, exact.of_tokens(torch.arange(VOCAB))
 
 
 def test_the_scale_applies_to_entries_and_not_to_the_background() -> None:
     emission, table = unnormalized_emission()
     beliefs = simplex(4, STATES, seed=1)
-    torch.testing.assert_close(emission.rows(torch.arange(VOCAB)), table)
+    torch.testing.assert_close(emission.of_tokens(torch.arange(VOCAB)), table)
     torch.testing.assert_close(emission.predict(beliefs), beliefs @ table.T)
     torch.testing.assert_close(emission.predict(beliefs[:1]), beliefs[:1] @ table.T)
     for block, product in emission.predict_blocks(beliefs.T, 7):
@@ -33,7 +33,7 @@ def test_the_scale_applies_to_selected_tokens() -> None:
     beliefs, tokens = simplex(4, STATES, seed=1), torch.tensor([0, 3, 17, 29])
     subset = emission.subset(tokens)
     torch.testing.assert_close(
-        subset.rows(slice(0, 4)).predict(beliefs.T), table[tokens] @ beliefs.T
+        subset.block(slice(0, 4)).predict(beliefs.T), table[tokens] @ beliefs.T
     )
     values = torch.rand(2, len(tokens), dtype=torch.float64)
     torch.testing.assert_close(emission.expect(values, tokens), values @ table[tokens])

@@ -54,7 +54,7 @@ def test_the_loss_is_within_the_tolerance(
     sparse = trained.sparsify(tolerance)
     assert isinstance(sparse.emission, SparseEmission)
     tokens = torch.arange(VOCAB)
-    exact, approximate = trained.emission.rows(tokens), sparse.emission.rows(tokens)
+    exact, approximate = trained.emission.of_tokens(tokens), sparse.emission.of_tokens(tokens)
     torch.testing.assert_close(approximate.sum(0), torch.ones(STATES, dtype=torch.float64))
     divergence = (torch.xlogy(exact, exact) - torch.xlogy(exact, approximate)).sum(0)  # (h,)
     assert divergence.max() <= tolerance
@@ -118,7 +118,7 @@ def test_the_loss_of_any_table_is_within_the_tolerance(
 ) -> None:
     """Sparsifying terminates and keeps the bound for flat and for peaked tables."""
     hmm = HMM.random(states, vocab, seed=seed, dtype=dtype)
-    table = hmm.emission.rows(torch.arange(vocab)) ** sharpness
+    table = hmm.emission.of_tokens(torch.arange(vocab)) ** sharpness
     sharp = HMM(hmm.initial, hmm.transition, table / table.sum(0))
     cost = sharp.sparsify(tolerance).config.sparsification
     assert cost is not None

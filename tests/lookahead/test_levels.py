@@ -143,7 +143,7 @@ def test_levels_of_the_config_are_used(
 
 
 def test_constraints_and_sums_of_products_have_strength_1(hmm: HMM) -> None:
-    constraint = Attribute.occurrence("ab", SPELLED)
+    constraint = Attribute.contains("ab", SPELLED)
     for fixed in (constraint, ~constraint, ~attribute(), attribute() | constraint):
         assert strength_of(fixed, "strong", hmm) == 1.0
 
@@ -151,7 +151,7 @@ def test_constraints_and_sums_of_products_have_strength_1(hmm: HMM) -> None:
 def test_constraints_do_not_change_the_strength_of_a_level(
     hmm: HMM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    constraint = Attribute.occurrence("ab", SPELLED)
+    constraint = Attribute.contains("ab", SPELLED)
     calibrated = attribute(medium=3.0)
     for both in (calibrated & ~constraint, constraint & calibrated):
         assert strength_of(both, "medium", hmm) == 3.0

@@ -103,7 +103,7 @@ def test_attributes_that_do_not_fit_the_hmm_are_refused() -> None:
 def test_a_token_that_no_state_emits_has_the_average_eap(name: str) -> None:
     """Its EAP is the mean over all continuations, times its weight."""
     hmm = tiny_hmm("dense")
-    table = hmm.emission.rows(torch.arange(TOKENS))
+    table = hmm.emission.of_tokens(torch.arange(TOKENS))
     table[1] = 0
     silent = HMM(hmm.initial, hmm.transition, table / table.sum(0))
     attribute = attributes()[name]

@@ -149,7 +149,7 @@ class _TransitionFactors:
         target_index = self.automaton.target_index[self.automaton_states]  # (n, C)
         width = max(1, MAX_ELEMENTS // self.beliefs.shape[1])
         for block in blocks_of(len(self.automaton.tokens), width):
-            product = self.automaton.emission.rows(block).predict(self.beliefs)  # (m, n (1 + K D))
+            product = self.automaton.emission.block(block).predict(self.beliefs)  # (m, n (1 + K D))
             joint = product[:, count:].reshape(-1, *self.average.shape)  # (m, n, K, D)
             joint, probability = joint.permute(1, 2, 3, 0), product[:, :count].T  # tokens last
             column = target_index[:, self.automaton.classes[block]]  # (n, m)
@@ -192,7 +192,7 @@ def constraint_corrections(
     for state in goal_states(sequences):
         lookahead = state.goal.lookahead
         if lookahead.automaton is not None:
-            key = (id(lookahead), state.goal.transform.identity)
+            key = (id(lookahead), state.goal.transform.is_identity)
             correction = ConstraintCorrection(lookahead, lookahead.automaton)
             corrections.setdefault(key, correction).states.append(state)
     return list(corrections.values())

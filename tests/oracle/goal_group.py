@@ -19,7 +19,7 @@ def group_by_kind(sequences: Sequence[SequenceState]) -> list[list[GoalState]]:
     """
     groups: dict[tuple[EapKind, bool], list[GoalState]] = {}
     for state in goal_states(enumerate(sequences)):
-        key = (state.goal.lookahead.kind, state.goal.transform.identity)
+        key = (state.goal.lookahead.kind, state.goal.transform.is_identity)
         groups.setdefault(key, []).append(state)
     return list(groups.values())
 
@@ -63,7 +63,7 @@ class GoalGroup:
 
 def transform_tensors(goals: Sequence[Goal], like: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return every goal's scale and shift, (n,) each; None if the goals have no transform."""
-    if goals[0].transform.identity:
+    if goals[0].transform.is_identity:
         return None
     parameters = torch.tensor([(goal.transform.scale, goal.transform.shift) for goal in goals])
     scale, shift = parameters.to(like, non_blocking=True).T

@@ -39,7 +39,7 @@ def test_required_texts_occur_and_forbidden_texts_do_not(
     dtype: torch.dtype, horizon: int, neutral_end: bool
 ) -> None:
     hmm, spelled = tiny_hmm("eos").to(dtype=dtype), (b"a", b"b", b"c", b"")
-    must, must_not = (Attribute.occurrence(text, spelled) for text in ("abba", "aa"))
+    must, must_not = (Attribute.contains(text, spelled) for text in ("abba", "aa"))
     lookahead = Lookahead(hmm, must & ~must_not & attributes()["one"], horizon)
     for transform in ((1.0, 0.0), (5.0, -3.0)):
         for seed in range(20):
@@ -64,13 +64,13 @@ def test_two_goals_with_constraints_are_refused() -> None:
 
 def test_a_sequence_that_cannot_continue_ends() -> None:
     """If the only token that satisfies the constraint ends the text, the text ends."""
-    lookahead = Lookahead(tiny_hmm("dense"), Attribute.occurrence("cc", SPELLED), 8)
+    lookahead = Lookahead(tiny_hmm("dense"), Attribute.contains("cc", SPELLED), 8)
     tokens = sample((plain_goal(lookahead),), 2, 0, ends=(END,))
     assert tokens == [END]
 
 
 def test_constraints_that_do_not_fit_the_limit_are_refused() -> None:
-    lookahead = Lookahead(tiny_hmm("eos"), Attribute.occurrence("abbab", SPELLED), 8)
+    lookahead = Lookahead(tiny_hmm("eos"), Attribute.contains("abbab", SPELLED), 8)
     Request((plain_goal(lookahead),), (), 4)  # a, b, b, ab; or ab, b, ab
     with pytest.raises(InvalidInputError, match="takes 3 tokens at least"):
         Request((plain_goal(lookahead),), (), 2)
@@ -84,7 +84,7 @@ def test_a_rare_text_does_not_underflow_float32() -> None:
     wide = HMM(uniform[0], uniform, emission, HMMConfig())
     steered = []
     for hmm in (wide, wide.to(dtype=torch.float32)):
-        lookahead = Lookahead(hmm, Attribute.occurrence("a" * 10, SPELLED), 64)
+        lookahead = Lookahead(hmm, Attribute.contains("a" * 10, SPELLED), 64)
         assert int(lookahead.tables.log_scales[10, 0, 0]) < -200
         tracker = PrefixTracker(hmm)
         rows = [Request((plain_goal(lookahead),), (), 30)] * 3
@@ -143,7 +143,7 @@ def test_goals_of_one_lookahead_keep_their_own_transforms() -> None:
 def test_float32_agrees_with_float64(name: str) -> None:
     """Also with terms of both signs: small probabilities keep their digits."""
     wide = HMM.random(32, TOKENS, eos_token_id=2, seed=3, dtype=torch.float64)
-    attribute = attributes()[name] & Attribute.occurrence("babababab", SPELLED)
+    attribute = attributes()[name] & Attribute.contains("babababab", SPELLED)
     steered = []
     for hmm in (wide, wide.to(dtype=torch.float32)):
         tracker = PrefixTracker(hmm)
@@ -156,7 +156,7 @@ def test_float32_agrees_with_float64(name: str) -> None:
 def test_absolute_logits_include_the_common_summand() -> None:
     """The language model's logits keep their digits, also where most tokens are forbidden."""
     hmm = tiny_hmm("dense").to(dtype=torch.float32)
-    lookahead = Lookahead(hmm, Attribute.occurrence("abab", SPELLED), 8)
+    lookahead = Lookahead(hmm, Attribute.contains("abab", SPELLED), 8)
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
     for generated, limit in (([0], 5), ([0, 1], 3), ([3], 2)):  # the last allows one token
         trackers = [PrefixTracker(hmm, absolute=flag) for flag in (True, False)]
@@ -185,7 +185,7 @@ def test_the_horizon_of_a_request_does_not_apply_to_constraints() -> None:
 
 def test_constraints_hold_after_a_past_of_weight_zero() -> None:
     weights = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    attribute = Attribute.from_weights(weights) & Attribute.occurrence("abab", SPELLED)
+    attribute = Attribute.from_weights(weights) & Attribute.contains("abab", SPELLED)
     hmm, steered = tiny_hmm("dense"), []
     for first in (1, 2):
         tracker = PrefixTracker(hmm)
@@ -201,13 +201,13 @@ def test_constraints_hold_after_a_past_of_weight_zero() -> None:
 def test_vocabularies_may_differ_in_size(form: str) -> None:
     """Tokens outside the HMM's or the attribute's vocabulary do not move the automaton."""
     hmm = tiny_hmm(form)
-    more = Attribute.occurrence("aba", [*SPELLED, b"", b"aba"])
-    same = Lookahead(hmm, Attribute.occurrence("aba", SPELLED), 5)
+    more = Attribute.contains("aba", [*SPELLED, b"", b"aba"])
+    same = Lookahead(hmm, Attribute.contains("aba", SPELLED), 5)
     start = torch.tensor([1])
     torch.testing.assert_close(Lookahead(hmm, more, 5).eap(start, 4), same.eap(start, 4))
     for attribute in (
-        ~Attribute.occurrence("a", SPELLED[:3]),
-        Attribute.occurrence("ab", SPELLED[:3]),
+        ~Attribute.contains("a", SPELLED[:3]),
+        Attribute.contains("ab", SPELLED[:3]),
     ):
         automaton = Lookahead(hmm, attribute, 5).automaton
         assert automaton is not None

@@ -86,7 +86,7 @@ def test_an_end_that_the_hmm_does_not_know_keeps_its_probability(hmm: HMM) -> No
 
 @pytest.mark.parametrize("neutral_end", [False, True])
 def test_a_constraint_forbids_every_end_until_it_is_satisfied(hmm: HMM, neutral_end: bool) -> None:
-    lookahead = Lookahead(hmm, Attribute.occurrence("aa", SPELLED), 8)
+    lookahead = Lookahead(hmm, Attribute.contains("aa", SPELLED), 8)
     unknown = TOKENS + 1
     request = Request((plain_goal(lookahead, neutral_end=neutral_end),), (1,), 9, ends=(unknown,))
     steered = steer(hmm, [request], torch.zeros(1, TOKENS + 2)).softmax(-1)
@@ -96,7 +96,7 @@ def test_a_constraint_forbids_every_end_until_it_is_satisfied(hmm: HMM, neutral_
 
 def test_a_constraint_in_a_batch_where_only_some_requests_have_ends() -> None:
     hmm = tiny_hmm("dense")  # without an end of text
-    constraint = plain_goal(Lookahead(hmm, Attribute.occurrence("aa", SPELLED), 8))
+    constraint = plain_goal(Lookahead(hmm, Attribute.contains("aa", SPELLED), 8))
     requests = [Request((constraint,), (1,), 9, ends=ends) for ends in ((), (TURN_END,))]
     logits = torch.zeros(2, TOKENS)
     steered = steer(hmm, requests, logits)
@@ -116,7 +116,7 @@ def test_logits_that_allow_nothing_but_the_end(hmm: HMM) -> None:
 
 def test_a_goal_that_allows_nothing_but_the_end(hmm: HMM) -> None:
     """The constraint is satisfied, and all other tokens violate another one."""
-    forbidding = ~Attribute.occurrence("a", SPELLED) & ~Attribute.occurrence("b", SPELLED)
+    forbidding = ~Attribute.contains("a", SPELLED) & ~Attribute.contains("b", SPELLED)
     lookahead = Lookahead(hmm, forbidding, 8)
     request = Request((plain_goal(lookahead, neutral_end=True),), (1,), 9)
     logits = torch.randn(1, TOKENS, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ MARKERS = [Marker("b", SPELLED), Marker("ca", SPELLED)]
 
 def rewards(once: bool) -> Attribute:
     values = torch.tensor([1.5, -2.0, 0.5]).double()
-    evidence = Evidence(0.0, torch.arange(3).int(), values, once=once)
+    evidence = Evidence(0.0, torch.arange(3).int(), values, first_only=once)
     return Attribute(attributes()["nothing to weigh"].terms, evidence=(evidence,))
 
 

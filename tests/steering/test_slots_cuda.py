@@ -36,7 +36,7 @@ def union(seed: int) -> Attribute:
 
 def constrained(seed: int) -> Attribute:
     text = "abc"[seed % 3] + "ab"[seed // 3 % 2]
-    return Attribute.occurrence(text, TOKEN_BYTES) & product(seed)
+    return Attribute.contains(text, TOKEN_BYTES) & product(seed)
 
 
 ATTRIBUTES = {"product": product, "rewards": rewards, "union": union, "constrained": constrained}

@@ -25,7 +25,7 @@ SPELLED = [b"a", b"b", b"c", b"ab"]
 
 
 def evidence(once: bool = False) -> Attribute:
-    return Attribute.from_rewards(REWARDS, bias=0.3, once=once, name="evidence")
+    return Attribute.from_rewards(REWARDS, bias=0.3, first_only=once, name="evidence")
 
 
 def rewards_of(texts: Tensor, rewards: Tensor, ends: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def test_powers_of_a_product_are_exact(form: str, strength: float) -> None:
 @pytest.mark.parametrize("form", ["dense", "eos"])
 def test_conjunctions_with_constraints_and_products_are_exact(form: str) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
-    product, required = attributes()["one"], Attribute.occurrence("ba", SPELLED)
+    product, required = attributes()["one"], Attribute.contains("ba", SPELLED)
     attribute = evidence() ** 4 & ~(evidence() ** 0.5) & product**2 & required
     goal = Goal(Lookahead(hmm, attribute, LENGTH), 1.0, neutral_end=False)
     ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long)
@@ -77,7 +77,7 @@ def test_conjunctions_with_constraints_and_products_are_exact(form: str) -> None
 def test_rewards_beyond_the_range_of_exponentials_combine_with_constraints() -> None:
     hmm = tiny_hmm("dense")
     attribute = Attribute.from_rewards([8.0, -8.0, 0.0, 1.0]) ** 200
-    lookahead = Lookahead(hmm, attribute & Attribute.occurrence("ba", SPELLED), LENGTH)
+    lookahead = Lookahead(hmm, attribute & Attribute.contains("ba", SPELLED), LENGTH)
     assert bool(lookahead.tables.values.isfinite().all())
     assert float(lookahead.tables.log_scales.max()) > 3000
 
@@ -86,7 +86,7 @@ def test_rewards_beyond_the_range_of_exponentials_combine_with_constraints() -> 
 def test_merged_goals_with_different_strengths_are_exact(form: str) -> None:
     hmm, texts = tiny_hmm(form), all_texts(LENGTH)
     product, others = attributes()["one"], torch.tensor([-0.2, 0.9, 0.3, 0.0], dtype=torch.float64)
-    second = Attribute.from_rewards(others, once=False)
+    second = Attribute.from_rewards(others, first_only=False)
     goals = [
         Goal(Lookahead(hmm, evidence(), 2), 3.0, neutral_end=False),
         Goal(Lookahead(hmm, second, LENGTH), 0.5, neutral_end=False),
@@ -119,7 +119,7 @@ def test_goals_with_a_transform_are_not_merged() -> None:
     assert merge_goals([transformed, Goal(one, 1.0)])[0] is transformed
     merged, last = merge_goals([transformed, Goal(one, 2.0), Goal(one, 3.0)])
     assert last is transformed
-    assert merged.transform.identity
+    assert merged.transform.is_identity
 
 
 def test_evidence_and_a_sum_of_products_are_not_merged() -> None:
@@ -147,7 +147,7 @@ def test_float32_agrees_with_float64_for_large_rewards_and_long_texts(
 ) -> None:
     exact = tiny_hmm("dense")
     narrow = exact.to(dtype=torch.float32)
-    attribute = Attribute.from_rewards(torch.tensor(rewards, dtype=torch.float64), once=False)
+    attribute = Attribute.from_rewards(torch.tensor(rewards, dtype=torch.float64), first_only=False)
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, TOKENS, (399,), generator=generator).tolist()
     logits = torch.randn(1, TOKENS, generator=generator)

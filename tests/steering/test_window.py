@@ -151,7 +151,9 @@ def _states_of(hmm: HMM, request: Request, text: list[int]) -> tuple[PrefixTrack
 def test_states_can_be_rebuilt_from_the_tokens(window: Window, once: bool) -> None:
     """After preemption; alone as in a batch of rows with other windows."""
     hmm = tiny_hmm("dense")
-    rewards = Evidence(0.0, torch.arange(2).int(), torch.tensor([1.0, -2.0]).double(), once=once)
+    rewards = Evidence(
+        0.0, torch.arange(2).int(), torch.tensor([1.0, -2.0]).double(), first_only=once
+    )
     evidence = Attribute(attributes()["nothing to weigh"].terms, evidence=(rewards,))
     request = Request((goal_in(window, Lookahead(hmm, evidence, 8)),), (1, 2), 12)
     other = Request((goal_in(Window(C, 2), Lookahead(hmm, attributes()["one"], 8)),), (1,), 12)

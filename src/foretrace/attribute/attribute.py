@@ -52,8 +52,8 @@ class Attribute:
     given the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0. Evidence cannot be an
     operand of `|`, because its sum with another classifier is no product.
 
-    An attribute is made by `fit`, `fit_each`, `from_weights`, `from_rewards`, `occurrence` or
-    `load`. It is immutable.
+    `fit`, `fit_each`, `from_weights`, `from_rewards`, `contains` and `load` make attributes, which
+    are immutable.
 
     Attributes:
         terms: The coefficients c_k and the log-weights log w_k.
@@ -226,7 +226,7 @@ class Attribute:
         rewards: Sequence[float] | NDArray[Any] | Tensor,
         *,
         bias: float = 0.0,
-        once: bool = True,
+        first_only: bool = True,
         name: str = "attribute",
         tokenizer_fingerprint: str | None = None,
     ) -> Self:
@@ -236,8 +236,8 @@ class Attribute:
             rewards: A finite number for each token of the vocabulary: (V,), as a list, an array or
                 a tensor.
             bias: The log-odds of a text without rewards.
-            once: Whether a token counts once per text, however often it occurs. Otherwise, steering
-                toward the attribute rewards every repetition.
+            first_only: Whether only the first occurrence of a token in a text counts. Otherwise,
+                steering toward the attribute rewards every repetition.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
 
@@ -254,12 +254,12 @@ class Attribute:
         """
         values = _number_tensor("Rewards", rewards, "a finite number", torch.isfinite)
         tokens = values.nonzero()[:, 0]
-        evidence = Evidence(float(bias), tokens.to(torch.int32), values[tokens], once)
+        evidence = Evidence(float(bias), tokens.to(torch.int32), values[tokens], first_only)
         config = AttributeConfig(name, len(values), tokenizer_fingerprint)
         return cls(Terms.one(), config, (evidence,))
 
     @classmethod
-    def occurrence(
+    def contains(
         cls,
         texts: str | Sequence[str],
         spelled: Sequence[bytes],
@@ -270,7 +270,7 @@ class Attribute:
         """Make the attribute that a text contains one of these substrings.
 
         Its probability is 1 or 0. Substrings are found anywhere, also within words, and with any
-        split of the text into tokens. The prompt does not count. `foretrace.mentions` does the same
+        split of the text into tokens. The prompt does not count. `foretrace.contains` does the same
         for a tokenizer.
 
         Args:
@@ -286,7 +286,7 @@ class Attribute:
             InvalidInputError: If there is no substring, or if they are empty or too long.
 
         Example:
-            >>> refund = ft.Attribute.occurrence("refund", [b"re", b"fund", b" "])
+            >>> refund = ft.Attribute.contains("refund", [b"re", b"fund", b" "])
             >>> refund.probability([[0, 1], [0, 2, 1]])
             tensor([1., 0.], dtype=torch.float64)
         """

@@ -22,13 +22,13 @@ class Evidence:
         bias: The log-odds of a text without rewarded tokens.
         tokens: The tokens that have a reward, (M,) int32, ascending.
         rewards: The reward of each, (M,).
-        once: Whether a token counts once per text, however often it occurs.
+        first_only: Whether only the first occurrence of a token in a text counts.
     """
 
     bias: float
     tokens: Tensor
     rewards: Tensor
-    once: bool = True
+    first_only: bool = True
 
     def __post_init__(self) -> None:
         ascending = bool((self.tokens[1:] > self.tokens[:-1]).all())
@@ -64,7 +64,7 @@ class Evidence:
             return log_odds
         index, found = find_sorted(self.tokens, tokens)
         index, text_index = index[found].long(), text_index[found].long()
-        if self.once:
+        if self.first_only:
             pairs = torch.unique(text_index * len(self.tokens) + index)
             index, text_index = pairs % len(self.tokens), pairs // len(self.tokens)
         return log_odds.index_add_(0, text_index, self.rewards[index].double())

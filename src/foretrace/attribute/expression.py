@@ -13,7 +13,7 @@ from foretrace.errors import InvalidInputError
 STRING = r'"(?:[^"\\]|\\.)*"'
 WORD = r"[^\W\d][\w.-]*"
 TOKEN = re.compile(
-    rf"\s*(?:mentions\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
+    rf"\s*(?:(?:contains|mentions)\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
     rf'|(?P<name>{WORD})|"(?P<quoted>[^"]+)"|(?P<symbol>[~&|()]))'
 )
 MAX_LENGTH = 10_000  # characters; bounds the time to parse
@@ -49,8 +49,8 @@ OperandT = TypeVar("OperandT", bound=Operand)
 
 
 @dataclass(frozen=True)
-class Mention:
-    """The operand `mentions("...", ...)`: the text contains at least one of these substrings.
+class Contains:
+    """The operand `contains("...", ...)`: the text contains at least one of these substrings.
 
     Attributes:
         texts: The substrings.
@@ -59,7 +59,7 @@ class Mention:
     texts: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"mentions({', '.join(map(json.dumps, self.texts))})"
+        return f"contains({', '.join(map(json.dumps, self.texts))})"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Expression:
     """A parsed expression, in postfix order.
 
     Attributes:
-        steps: Names, mentions and operators. An operator applies to the results before it.
+        steps: Names, contains and operators. An operator applies to the results before it.
 
     Example:
         >>> from foretrace.attribute import parse
@@ -75,7 +75,7 @@ class Expression:
         ('nontoxic', 'rude')
     """
 
-    steps: tuple[str | Operator | Mention, ...]
+    steps: tuple[str | Operator | Contains, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,27 +84,27 @@ class Expression:
         return tuple(dict.fromkeys(step for step in operands if isinstance(step, str)))
 
     @property
-    def mentions(self) -> tuple[Mention, ...]:
-        """Return the distinct `mentions(...)` operands, in order of appearance."""
-        return tuple(dict.fromkeys(step for step in self.steps if isinstance(step, Mention)))
+    def contains(self) -> tuple[Contains, ...]:
+        """Return the distinct `contains(...)` operands, in order of appearance."""
+        return tuple(dict.fromkeys(step for step in self.steps if isinstance(step, Contains)))
 
     def build(
         self,
         attributes: Mapping[str, OperandT],
-        mention: Callable[[Mention], OperandT] | None = None,
+        contains: Callable[[Contains], OperandT] | None = None,
     ) -> OperandT:
         """Evaluate the expression.
 
         Args:
             attributes: The attribute of each name.
-            mention: Returns the attribute of a `mentions(...)` operand, such as
-                `lambda operand: foretrace.mentions(operand.texts, tokenizer)`.
+            contains: Returns the attribute of a `contains(...)` operand, such as
+                `lambda operand: foretrace.contains(operand.texts, tokenizer)`.
 
         Returns:
             The combined attribute.
 
         Raises:
-            InvalidInputError: If an attribute is missing, or `mention` is missing and needed.
+            InvalidInputError: If an attribute is missing, or `contains` is missing and needed.
 
         Example:
             >>> from foretrace.attribute import parse
@@ -116,12 +116,12 @@ class Expression:
             similar = get_close_matches(missing[0], attributes, n=1)
             hint = f"Did you mean {similar[0]}?" if similar else "Check the spelling, or fit it."
             raise InvalidInputError(f"There is no attribute called {', '.join(missing)}. {hint}")
-        if self.mentions and mention is None:
+        if self.contains and contains is None:
             raise InvalidInputError(
-                f"{self.mentions[0]} needs a tokenizer, and there is none here. Use names only."
+                f"{self.contains[0]} needs a tokenizer, and there is none here. Use names only."
             )
-        operands: dict[str | Mention, OperandT] = {name: attributes[name] for name in self.names}
-        operands |= {step: mention(step) for step in self.mentions if mention is not None}
+        operands: dict[str | Contains, OperandT] = {name: attributes[name] for name in self.names}
+        operands |= {step: contains(step) for step in self.contains if contains is not None}
         stack: list[OperandT] = []
         for step in self.steps:
             if step is Operator.NOT:
@@ -170,7 +170,7 @@ class Expression:
             >>> [str(factor) for factor in parse("a & (b | c) & ~d").factors()]
             ['a', '(b | c)', '~d']
         """
-        stack: list[list[tuple[str | Operator | Mention, ...]]] = []
+        stack: list[list[tuple[str | Operator | Contains, ...]]] = []
         for step in self.steps:
             if step is Operator.NOT:
                 stack.append([(*_joined(stack.pop()), step)])
@@ -199,8 +199,8 @@ class Expression:
 
 
 def _joined(
-    factors: Sequence[tuple[str | Operator | Mention, ...]],
-) -> tuple[str | Operator | Mention, ...]:
+    factors: Sequence[tuple[str | Operator | Contains, ...]],
+) -> tuple[str | Operator | Contains, ...]:
     """Return the steps of the conjunction of factors."""
     steps = [*factors[0]]
     for factor in factors[1:]:
@@ -212,7 +212,7 @@ def _joined(
 class _Node:
     """A subexpression in normal form."""
 
-    steps: tuple[str | Operator | Mention, ...]
+    steps: tuple[str | Operator | Contains, ...]
     text: str
     has_names: bool
     negated: "_Chain | _Node | None" = None  # the operand, if this is a complement
@@ -225,13 +225,13 @@ class _Chain(NamedTuple):
     operands: tuple[_Node, ...]
 
 
-def _leaf(step: str | Mention) -> _Node:
-    if isinstance(step, Mention):
-        step = Mention(tuple(sorted(set(step.texts))))
+def _leaf(step: str | Contains) -> _Node:
+    if isinstance(step, Contains):
+        step = Contains(tuple(sorted(set(step.texts))))
     return _Node((step,), _leaf_text(step), isinstance(step, str))
 
 
-def _leaf_text(step: str | Mention) -> str:
+def _leaf_text(step: str | Contains) -> str:
     return as_expression(step) if isinstance(step, str) else str(step)
 
 
@@ -269,7 +269,7 @@ def parse(text: str) -> Expression:
     """Parse an expression; `~` binds tightest, then `&`, then `|`.
 
     Names are words (`nontoxic`, `user-17`) or are in double quotes (`"Twilight Sparkle"`).
-    `mentions("refund", "money back")` means that the text contains one of these substrings. They
+    `contains("refund", "money back")` means that the text contains one of these substrings. They
     are written as in JSON.
 
     Args:
@@ -316,7 +316,7 @@ class _Parser:
                 f"characters at most. Use a shorter one."
             )
         self.text = text
-        self.steps: list[str | Operator | Mention] = []
+        self.steps: list[str | Operator | Contains] = []
         self.operators: list[Operator | None] = []  # None is an open parenthesis
         self.expects_operand = True
 
@@ -359,11 +359,11 @@ class _Parser:
                 self.expects_operand = True
             self.operators.append(operator)
 
-    def _operand(self, match: re.Match[str], token: str) -> str | Mention:
+    def _operand(self, match: re.Match[str], token: str) -> str | Contains:
         if match["texts"] is None:
             return match["name"] or match["quoted"]
         try:
-            return Mention(tuple(json.loads(f"[{match['texts']}]")))
+            return Contains(tuple(json.loads(f"[{match['texts']}]")))
         except ValueError:
             raise self._malformed(f"the strings of {token} are not valid JSON") from None
 

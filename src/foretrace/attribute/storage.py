@@ -74,7 +74,7 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
     if evidence:
         tensors |= {
             "evidence_bias": torch.tensor([one.bias for one in evidence], dtype=torch.float64),
-            "evidence_once": torch.tensor([one.once for one in evidence], dtype=torch.uint8),
+            "evidence_once": torch.tensor([one.first_only for one in evidence], dtype=torch.uint8),
             "evidence_sizes": torch.tensor([len(one.tokens) for one in evidence]),
             "evidence_tokens": torch.cat([one.tokens for one in evidence]),
             "evidence_rewards": torch.cat([one.rewards for one in evidence]),
@@ -113,14 +113,18 @@ def _evidence(tensors: dict[str, Tensor], path: Path) -> tuple[Evidence, ...]:
     count = tensors.get("evidence_bias", none).numel()
     total = tensors.get("evidence_tokens", none).numel()
     bias = _floats(tensors, "evidence_bias", (count,), path).tolist()
-    once = _integers(tensors, "evidence_once", (count,), path).tolist()
+    first_only = _integers(tensors, "evidence_once", (count,), path).tolist()
     sizes = _integers(tensors, "evidence_sizes", (count,), path).tolist()
     tokens = _integers(tensors, "evidence_tokens", (total,), path)
     rewards = _floats(tensors, "evidence_rewards", (total,), path).clone()
     if min(sizes, default=0) < 0 or sum(sizes) != total:
         raise _damaged(path, "the sizes of evidence do not add up to its tokens")
     fields = zip(
-        bias, torch.split(tokens, sizes), torch.split(rewards, sizes), map(bool, once), strict=True
+        bias,
+        torch.split(tokens, sizes),
+        torch.split(rewards, sizes),
+        map(bool, first_only),
+        strict=True,
     )
     return tuple(Evidence(*values) for values in fields)
 

@@ -40,7 +40,7 @@ class LogitAffine:
             )
 
     @property
-    def identity(self) -> bool:
+    def is_identity(self) -> bool:
         """Return whether the transform leaves every probability unchanged."""
         return self.scale == 1.0 and self.shift == 0.0
 

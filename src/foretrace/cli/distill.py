@@ -162,7 +162,7 @@ def distill(
             out=out,
             prompts=texts,
             lm=lm,
-            observe=lambda progress: bars.update(*progress),
+            on_progress=lambda progress: bars.update(*progress),
         )
     if leads:
         typer.echo(f"{hmm} written to {out}")

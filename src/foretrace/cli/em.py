@@ -84,7 +84,7 @@ def em(
                 opened,
                 config,
                 folder=out,
-                observe=reporter.report,
+                on_progress=reporter.report,
             )
         if group.is_leader:
             reporter.close()

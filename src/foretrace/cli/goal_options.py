@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
-    from foretrace.attribute.expression import Mention
+    from foretrace.attribute.expression import Contains
     from foretrace.hmm import HMM
     from foretrace.steering import Goal
 
@@ -233,8 +233,8 @@ def load_goals(
     token_bytes = cache(TokenBytes.of)  # built at most once, and only if an expression needs it
 
     @cache
-    def mention(operand: "Mention") -> "Attribute":
-        return token_bytes(tokenizer).mentions(operand.texts)
+    def contains(operand: "Contains") -> "Attribute":
+        return token_bytes(tokenizer).contains(operand.texts)
 
     options: dict[str, Any] = {"neutral_end": settings.neutral_end}
     if after is not None:
@@ -250,7 +250,7 @@ def load_goals(
         strengths.append(None)
         # With a short horizon, steering would push a required text to occur too early.
         horizon = max(horizon, MIN_CONSTRAINT_HORIZON)
-    attributes = [expression.build(store, mention) for expression in parsed]
+    attributes = [expression.build(store, contains) for expression in parsed]
     if settings.transforms is not None:
         transforms = [*settings.transforms, LogitAffine()][: len(attributes)]
         goals = [
@@ -270,7 +270,7 @@ def load_goals(
     groups = [weighted] if merged else [[one] for one in weighted]
     goals = [
         Goal(
-            Lookahead(hmm, conjunction(group, store, mention, hmm), horizon),
+            Lookahead(hmm, conjunction(group, store, contains, hmm), horizon),
             1.0,
             **options,
         )

@@ -67,7 +67,7 @@ def distill(
     out: str | os.PathLike[str],
     prompts: Sequence[Prompt] = (),
     lm: LMConfig | None = None,
-    observe: Observer | None = None,
+    on_progress: Observer | None = None,
 ) -> HMM:
     """Distill an HMM from a causal language model, and write it with a model card.
 
@@ -82,7 +82,7 @@ def distill(
         prompts: Texts that a share of the sequences continue; or chats, lists of messages, that
             all sequences answer through the tokenizer's chat template.
         lm: The settings of the language model.
-        observe: Called with the progress of every stage.
+        on_progress: Called with the progress of every stage.
 
     Returns:
         The HMM.
@@ -99,7 +99,7 @@ def distill(
         ... )  # doctest: +SKIP
     """
     distillation = _Distillation(
-        model, config or DistillConfig(), Path(out), prompts, lm or LMConfig(), observe
+        model, config or DistillConfig(), Path(out), prompts, lm or LMConfig(), on_progress
     )
     return distillation.run()
 
@@ -114,11 +114,11 @@ class _Distillation:
         out: Path,
         prompts: Sequence[Prompt],
         lm: LMConfig,
-        observe: Observer | None,
+        on_progress: Observer | None,
     ) -> None:
         self.model, self.config, self.out = model, config, out
         self.prompts, self.lm = prompts, lm
-        self.observe = observe or (lambda progress: None)
+        self.on_progress = on_progress or (lambda progress: None)
         self.work = out / "work"
         self.result = out / TENSOR_FILE
 
@@ -164,7 +164,7 @@ class _Distillation:
         def report(_rows: int) -> None:
             shards = len(list(folder.glob(SHARD_GLOB)))  # those of other workers too
             rows = min(shards * config.shard_rows, config.sequences)
-            self.observe(StageProgress("sampling", rows, config.sequences, "rows"))
+            self.on_progress(StageProgress("sampling", rows, config.sequences, "rows"))
 
         corpus = sample(folder, source, config, self.prompts, report)
         source.close()
@@ -219,12 +219,12 @@ class _Distillation:
         require_same_fingerprint(
             "The corpus", corpus.manifest.tokenizer_fingerprint, reader.tokenizer_fingerprint
         )
-        observe = self._observer("reading", "files")
-        latent.compute_hidden_states(reader.hidden, observe, until=until)
+        on_progress = self._observer("reading", "files")
+        latent.compute_hidden_states(reader.hidden, on_progress, until=until)
         reader.close()
 
     def _observer(self, stage: str, unit: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.observe(StageProgress(stage, done, total, unit))
+        return lambda done, total: self.on_progress(StageProgress(stage, done, total, unit))
 
     def _train_once(
         self, corpus: Corpus, split: list[ShardSplit], start: Path, group: ProcessGroup
@@ -245,7 +245,7 @@ class _Distillation:
             corpus,
             self.config.em,
             folder=self.work / "em",
-            observe=self._observe_step,
+            on_progress=self._observe_step,
         )
         group.run_on_leader(lambda: self._write_result(hmm, corpus.held_out(split)))
 
@@ -253,7 +253,7 @@ class _Distillation:
         note = f"{progress.log_likelihood:.4f} nats/token"
         if progress.held_out is not None:
             note += f", held-out {progress.held_out:.4f}"
-        self.observe(StageProgress("EM", progress.step, progress.steps, "steps", note))
+        self.on_progress(StageProgress("EM", progress.step, progress.steps, "steps", note))
 
     def _write_result(self, hmm: HMM, held_out: Tensor) -> None:
         """Write metrics, card and curve, and last the HMM, which marks the result as complete."""

@@ -1,4 +1,4 @@
-"""The bytes of every token; `mentions`, the attribute of texts that contain a string; `marker`."""
+"""The bytes of every token; `contains`, the attribute of texts that contain a string; `marker`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,10 +40,10 @@ class TokenBytes:
         special = {index: token.content.encode() for index, token in added if token.special}
         return cls(decode_vocabulary(tokenizer), fingerprint(tokenizer.get_vocab()), special)
 
-    def mentions(self, texts: str | Sequence[str]) -> Attribute:
+    def contains(self, texts: str | Sequence[str]) -> Attribute:
         """Return the attribute that a text contains one of these strings."""
         known = self.tokenizer_fingerprint
-        return Attribute.occurrence(texts, self.tokens, tokenizer_fingerprint=known)
+        return Attribute.contains(texts, self.tokens, tokenizer_fingerprint=known)
 
     def marker(self, text: str) -> Marker:
         """Return the marker of a string, which may be or contain special tokens."""
@@ -59,7 +59,7 @@ class TokenBytes:
         return crc32(b"\0".join(self.tokens))
 
 
-def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Attribute:
+def contains(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Attribute:
     """Return the attribute that a text contains a string, or one of several.
 
     Its probability is 1 or 0. Case matters, and a string is also found within words. It combines
@@ -77,12 +77,12 @@ def mentions(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -
             SentencePiece.
 
     Example:
-        >>> refund = ft.mentions("refund", tokenizer)
+        >>> refund = ft.contains("refund", tokenizer)
         >>> ids = tokenizer(["no refund", "no money"]).input_ids
         >>> refund.probability(ids).tolist()
         [1.0, 0.0]
     """
-    return TokenBytes.of(tokenizer).mentions(texts)
+    return TokenBytes.of(tokenizer).contains(texts)
 
 
 def marker(text: str, tokenizer: "PreTrainedTokenizerBase") -> Marker:

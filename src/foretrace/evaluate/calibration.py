@@ -284,7 +284,7 @@ class StrengthSearch:
         """Return a checksum of a method's goals on the calibration prompts, and of its HMM."""
         goals = self.builder.goals(plan)
         key = rows_identity([{"goals": [goal_identity(one) for one in row]} for row in goals])
-        return key if plan.hmm is None else f"{key} {self.builder.hmm_of(plan).identity()}"
+        return key if plan.hmm is None else f"{key} {self.builder.hmm_of(plan).checksum}"
 
     def _used_levels(self, methods: Iterable[str], prompts: Sequence[Row]) -> dict[str, set[str]]:
         """Return the levels that methods use of each attribute."""

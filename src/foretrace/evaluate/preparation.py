@@ -52,7 +52,7 @@ def attribute_identity(attribute: Attribute) -> str:
     terms = attribute.terms
     tensors = [terms.coefficients, terms.tokens, terms.log_weights]
     for evidence in attribute.evidence:
-        settings = torch.tensor([evidence.bias, evidence.once], dtype=torch.float64)
+        settings = torch.tensor([evidence.bias, evidence.first_only], dtype=torch.float64)
         tensors += [settings, evidence.tokens, evidence.rewards]
     return _io.checksums(tensors)
 

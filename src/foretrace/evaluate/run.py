@@ -141,7 +141,7 @@ def evaluate(
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
     plugins = _load_plugins(suite, chosen, lm, tokenizer)
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
-    identities = {"lm": runner.lm, "hmm": hmm.identity()}
+    identities = {"lm": runner.lm, "hmm": hmm.checksum}
     calibrated = calibrate(suite, chosen, builder, generator, data, out, identities, observe)
     methods = [
         replace(
@@ -151,7 +151,7 @@ def evaluate(
         for name in chosen
     ]
     hmm_identities = {None: identities["hmm"]} | {
-        source: other.identity() for source, other in builder.other_hmms.items()
+        source: other.checksum for source, other in builder.other_hmms.items()
     }
     inputs = {
         method.name: _method_inputs(

@@ -32,7 +32,7 @@ class Emission(Protocol):
         >>> emission = DenseEmission(torch.tensor([[0.75, 0.0], [0.25, 1.0]]))
         >>> isinstance(emission, Emission)
         True
-        >>> emission.rows(torch.tensor([1]))
+        >>> emission.of_tokens(torch.tensor([1]))
         tensor([[0.2500, 1.0000]])
         >>> emission.predict(torch.tensor([0.5, 0.5]))
         tensor([0.3750, 0.6250])
@@ -53,7 +53,7 @@ class Emission(Protocol):
     def dtype(self) -> torch.dtype:
         """Dtype of the stored parameters."""
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor) -> Tensor:
         """Return p(x | z) of tokens for all states.
 
         Args:
@@ -140,7 +140,7 @@ class EmissionSubset(NamedTuple):
             return 2 * self.matrix.values().nbytes
         return self.matrix.nbytes
 
-    def rows(self, block: slice) -> "EmissionSubset":
+    def block(self, block: slice) -> "EmissionSubset":
         """Return the same for a slice of the tokens."""
         if block.start == 0 and block.stop == len(self.background):
             return self
@@ -190,7 +190,7 @@ class DenseEmission:
         """Dtype of the stored table."""
         return self.table.dtype
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor) -> Tensor:
         """Return p(x | z) of tokens for all states: (...) ids -> (..., h)."""
         return self.table[tokens] * self._normaliser
 
@@ -206,7 +206,7 @@ class DenseEmission:
 
     def subset(self, tokens: Tensor) -> EmissionSubset:
         """Return p(x | z) of some tokens as a matrix: (M,) ids."""
-        rows = self.rows(tokens)
+        rows = self.of_tokens(tokens)
         return EmissionSubset(rows, rows.new_zeros(len(rows)), rows.new_zeros(self.num_states))
 
     def expect(self, values: Tensor, tokens: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditio
         >>> inference.condition(hmm.emission, predicted, torch.tensor([3, 5])).belief.shape
         torch.Size([2, 8])
     """
-    joint = predicted * emission.rows(tokens)
+    joint = predicted * emission.of_tokens(tokens)
     probability = joint.sum(-1, keepdim=True)
     bounded = probability.clamp_min(IMPOSSIBLE)
     belief = torch.where(probability > IMPOSSIBLE, joint / bounded, predicted)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -184,14 +185,14 @@ class HMM:
         """Size of the parameters in bytes, as they are saved."""
         return sum(tensor.nbytes for tensor in storage.named_tensors(self).values())
 
-    def identity(self) -> str:
-        """Compute an identifier of the parameters.
+    @cached_property
+    def checksum(self) -> str:
+        """A checksum of the parameters: HMMs with equal tables have the same one.
 
-        Returns:
-            Checksums of the tables. HMMs with equal parameters have equal identifiers.
+        It is computed when it is first read.
 
         Example:
-            >>> ft.HMM.random(4, 9, seed=1).identity() == ft.HMM.random(4, 9, seed=1).identity()
+            >>> ft.HMM.random(4, 9, seed=1).checksum == ft.HMM.random(4, 9, seed=1).checksum
             True
         """
         tables = {**self.transition.tensors(), **self.emission.tensors()}
@@ -425,7 +426,7 @@ class HMM:
 
         Example:
             >>> hmm.save_pretrained(folder / "saved")
-            >>> ft.HMM.from_pretrained(folder / "saved").identity() == hmm.identity()
+            >>> ft.HMM.from_pretrained(folder / "saved").checksum == hmm.checksum
             True
         """
         stored = storage.read(source, revision, tokenizer_fingerprint)

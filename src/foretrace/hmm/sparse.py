@@ -55,7 +55,7 @@ class SparseEmission:
         ...     background=torch.tensor([0.5, 0.5]),
         ...     leak=torch.tensor([0.5, 0.5]),
         ... )
-        >>> emission.rows(torch.tensor([0, 1]))
+        >>> emission.of_tokens(torch.tensor([0, 1]))
         tensor([[0.7500, 0.2500],
                 [0.2500, 0.7500]])
     """
@@ -175,7 +175,7 @@ class SparseEmission:
         """Dtype of the stored entries."""
         return self.values.dtype
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor) -> Tensor:
         """Return p(x | z) of tokens for all states: (...) ids -> (..., h)."""
         flat = tokens.flatten()
         rows = self.background[flat, None] * self.leak  # (n, h)

@@ -121,7 +121,7 @@ def _token_chunks(dense: DenseEmission) -> Iterator[tuple[Tensor, Tensor]]:
     """Iterate over chunks of the vocabulary: (n,) token ids and their (n, h) probabilities."""
     step = max(1, CHUNK_ELEMENTS // dense.num_states)
     for tokens in torch.split(torch.arange(dense.vocab_size, device=dense.table.device), step):
-        yield tokens, dense.rows(tokens)
+        yield tokens, dense.of_tokens(tokens)
 
 
 def _level(p: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _measure(dense: DenseEmission, sparse: SparseEmission) -> tuple[Tensor, Tens
     divergence = torch.zeros(dense.num_states, dtype=torch.float64, device=dense.table.device)
     distance = torch.zeros_like(divergence)
     for tokens, p in _token_chunks(dense):
-        p, q = p.to(torch.float64), sparse.rows(tokens).to(torch.float64)
+        p, q = p.to(torch.float64), sparse.of_tokens(tokens).to(torch.float64)
         divergence += _divergence_terms(p, q).sum(0)
         distance += (p - q).abs().sum(0) / 2
     return divergence, distance

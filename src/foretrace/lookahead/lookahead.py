@@ -363,7 +363,7 @@ def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms,
 
 def _once_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
     """Add up the rewards that count once per text: (V,), or None if there are none."""
-    counted_once = [one for one in evidence if one.once]
+    counted_once = [one for one in evidence if one.first_only]
     if not counted_once:
         return None
     rewards = torch.zeros(vocab_size, dtype=torch.float64)

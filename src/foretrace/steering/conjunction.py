@@ -6,7 +6,7 @@ from functools import reduce
 from operator import and_
 
 from foretrace.attribute import Attribute, Expression
-from foretrace.attribute.expression import Mention
+from foretrace.attribute.expression import Contains
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import DEFAULT_LEVEL, at_level
@@ -29,11 +29,11 @@ class WeightedExpression:
     def factors(
         self,
         attributes: Mapping[str, Attribute],
-        mention: Callable[[Mention], Attribute] | None,
+        contains: Callable[[Contains], Attribute] | None,
         hmm: HMM,
     ) -> list[Attribute]:
         """Build the operands of the outermost `&`, each to the power of its strength."""
-        factors = [factor.build(attributes, mention) for factor in self.expression.factors()]
+        factors = [factor.build(attributes, contains) for factor in self.expression.factors()]
         if self.strength is None:
             return [at_level(factor, self.level, hmm) for factor in factors]
         return [factor**self.strength for factor in factors]
@@ -42,7 +42,7 @@ class WeightedExpression:
 def conjunction(
     expressions: Sequence[WeightedExpression],
     attributes: Mapping[str, Attribute],
-    mention: Callable[[Mention], Attribute] | None,
+    contains: Callable[[Contains], Attribute] | None,
     hmm: HMM,
 ) -> Attribute:
     """Build the conjunction of expressions.
@@ -50,7 +50,7 @@ def conjunction(
     Args:
         expressions: One expression or more.
         attributes: The attribute of each name.
-        mention: Returns the attribute of a `mentions(...)` operand; see `Expression.build`.
+        contains: Returns the attribute of a `contains(...)` operand; see `Expression.build`.
         hmm: The HMM that finds the strength of levels of attributes that were not calibrated.
 
     Returns:
@@ -64,6 +64,6 @@ def conjunction(
     factors = [
         factor
         for expression in expressions
-        for factor in expression.factors(attributes, mention, hmm)
+        for factor in expression.factors(attributes, contains, hmm)
     ]
     return reduce(and_, factors)

@@ -73,7 +73,7 @@ class Goal:
                 f"A goal needs a Lookahead, but got {type(self.lookahead).__name__}. For an "
                 f"attribute, pass Lookahead(hmm, attribute)."
             )
-        if self.lookahead.attribute.evidence and not self.transform.identity:
+        if self.lookahead.attribute.evidence and not self.transform.is_identity:
             raise InvalidInputError(
                 f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
                 f"toward '{self.lookahead.attribute.name}' by strength or level alone."
@@ -82,7 +82,7 @@ class Goal:
         strength = self.strength
         if strength is None:
             attribute, hmm = self.lookahead.attribute, self.lookahead.hmm
-            plain = self.transform.identity
+            plain = self.transform.is_identity
             strength = strength_of(attribute, self.level, hmm) if plain else 1.0
             object.__setattr__(self, "strength", strength)
         lookahead = self.lookahead.at_strength(strength)

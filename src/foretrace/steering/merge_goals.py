@@ -36,13 +36,13 @@ def merge_goals(goals: Sequence[Goal]) -> tuple[Goal, ...]:
         >>> goal.lookahead.attribute.name
         '(nontoxic ** 2 & nontoxic ** 3)'
     """
-    plain = [goal for goal in goals if goal.transform.identity]
+    plain = [goal for goal in goals if goal.transform.is_identity]
     if len(plain) < 2:
         return tuple(goals)
     window = common_window(goals)
     lookahead = _merged([goal.lookahead for goal in plain])
     neutral_end = any(goal.neutral_end for goal in plain)
-    others = (goal for goal in goals if not goal.transform.identity)
+    others = (goal for goal in goals if not goal.transform.is_identity)
     merged = Goal(lookahead, 1.0, neutral_end=neutral_end, after=window.after, window=window.until)
     return (merged, *others)
 

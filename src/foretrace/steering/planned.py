@@ -41,7 +41,7 @@ class PlannedGoal(NamedTuple):
     def group(self) -> tuple[GoalKind, bool]:
         """The kind of the goal, and whether it has a transform."""
         kind = self.goal.lookahead.kind
-        transformed = not self.goal.transform.identity
+        transformed = not self.goal.transform.is_identity
         if kind.complement:
             return GoalKind.COMPLEMENT, transformed
         return GoalKind.LOGARITHMIC if kind.logarithmic else GoalKind.LINEAR, transformed

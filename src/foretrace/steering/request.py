@@ -117,7 +117,7 @@ def require_single_constraint(count: int) -> None:
     if count > 1:
         raise InvalidInputError(
             f"{count} goals say which texts must or must not occur, but only one goal of a request "
-            f'may. Join them by &, as in nontoxic & mentions("refund"): apart, they might leave no '
+            f'may. Join them by &, as in nontoxic & contains("refund"): apart, they might leave no '
             f"token that satisfies all of them."
         )
 

@@ -76,7 +76,7 @@ def test_an_accepting_state_may_be_out_of_reach() -> None:
 
 def test_self_loops_keep_the_state() -> None:
     spelled = [b"", b"a", b"b"]
-    must = Attribute.occurrence("ab", spelled).terms.without([2]).automaton
+    must = Attribute.contains("ab", spelled).terms.without([2]).automaton
     assert must is not None
     states = torch.arange(must.dfa.num_states)
     assert torch.equal(must.dfa.step(states, torch.full_like(states, 2)), states)

@@ -24,7 +24,7 @@ def contained(ids: tuple[int, ...], wanted: str) -> bool:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(texts, min_size=1, max_size=3))
 def test_a_substring_is_found_however_the_text_is_tokenized(wanted: list[str]) -> None:
-    attribute = Attribute.occurrence(wanted, SPELLED)
+    attribute = Attribute.contains(wanted, SPELLED)
     ids = list(itertools.product(range(len(SPELLED)), repeat=3))
     found = attribute.probability(torch.tensor(ids))
     expected = [any(contained(sequence, text) for text in wanted) for sequence in ids]
@@ -35,7 +35,7 @@ def test_a_substring_is_found_however_the_text_is_tokenized(wanted: list[str]) -
 @given(texts, texts, st.integers(0, 10**6))
 def test_combined_constraints_are_one_term(one: str, other: str, seed: int) -> None:
     """Every combination of 0 and 1 is 0 or 1 exactly."""
-    a, b = Attribute.occurrence(one, SPELLED), Attribute.occurrence(other, SPELLED)
+    a, b = Attribute.contains(one, SPELLED), Attribute.contains(other, SPELLED)
     drawn = random.Random(seed)
     ids = [tuple(drawn.choices(range(len(SPELLED)), k=5)) for _ in range(50)]
     has = [(contained(sequence, one), contained(sequence, other)) for sequence in ids]
@@ -51,7 +51,7 @@ def test_combined_constraints_are_one_term(one: str, other: str, seed: int) -> N
 
 def test_constraints_combine_with_token_weights() -> None:
     weights = torch.rand(len(SPELLED), generator=torch.Generator().manual_seed(0)).double()
-    weighted, must = Attribute.from_weights(weights), Attribute.occurrence("aba", SPELLED)
+    weighted, must = Attribute.from_weights(weights), Attribute.contains("aba", SPELLED)
     ids = torch.tensor(list(itertools.product(range(len(SPELLED)), repeat=3)))
     p, q = weighted.probability(ids), must.probability(ids)
     for joined, expected in (
@@ -64,7 +64,7 @@ def test_constraints_combine_with_token_weights() -> None:
 
 
 def test_an_expression_that_is_always_true_needs_no_automaton() -> None:
-    must = Attribute.occurrence("ab", SPELLED)
+    must = Attribute.contains("ab", SPELLED)
     assert (must | ~must).terms.automaton is None
     assert len((must & ~must).terms) == 0  # true of no text
     assert (~~must) is must
@@ -74,7 +74,7 @@ def test_an_expression_that_is_always_true_needs_no_automaton() -> None:
 
 
 def test_the_fewest_tokens_to_an_accepting_state() -> None:
-    must = Attribute.occurrence("abab", SPELLED).terms.automaton
+    must = Attribute.contains("abab", SPELLED).terms.automaton
     assert must is not None
     assert int(must.min_tokens(len(SPELLED))[0]) == 2  # ab, ab
 
@@ -82,11 +82,11 @@ def test_the_fewest_tokens_to_an_accepting_state() -> None:
 @pytest.mark.parametrize("wrong", [[], [""], ["a", ""], ["a" * 1025]])
 def test_invalid_substrings_are_refused(wrong: list[str]) -> None:
     with pytest.raises(InvalidInputError, match=r"[Tt]ext"):
-        Attribute.occurrence(wrong, SPELLED)
+        Attribute.contains(wrong, SPELLED)
 
 
 def test_too_many_states_are_refused() -> None:
     drawn = random.Random(0)
-    parts = [Attribute.occurrence("".join(drawn.choices("ab", k=40)), SPELLED) for _ in range(6)]
+    parts = [Attribute.contains("".join(drawn.choices("ab", k=40)), SPELLED) for _ in range(6)]
     with pytest.raises(InvalidInputError, match="states"):
         functools.reduce(operator.and_, parts)

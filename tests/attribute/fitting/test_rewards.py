@@ -38,7 +38,7 @@ def test_soft_scores_give_back_the_log_odds() -> None:
     attribute = Attribute.fit(texts, log_odds.sigmoid(), vocab_size=VOCAB, config=LOOSE)
     torch.testing.assert_close(fitted_rewards(attribute), REWARDS, rtol=0, atol=0.06)
     assert attribute.evidence[0].bias == pytest.approx(BIAS, abs=0.06)
-    assert attribute.evidence[0].once
+    assert attribute.evidence[0].first_only
     assert len(attribute.terms.tokens) == 0
     record = attribute.config.fit
     assert record["objective"] == "evidence"

@@ -104,7 +104,7 @@ def test_half_precision_reaches_the_same_likelihood(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         seen: list[Progress] = []
         config = EMConfig(epochs=8, batch_size=1000, held_out=1000, dtype=dtype)
-        train(start, corpus, config, observe=seen.append)
+        train(start, corpus, config, on_progress=seen.append)
         reached[dtype] = seen[-1].held_out
     assert reached["float32"] is not None
     assert reached["bfloat16"] is not None
@@ -121,7 +121,7 @@ def test_metrics_are_observed_and_written(tmp_path: Path) -> None:
         corpus,
         config,
         folder=tmp_path / "run",
-        observe=seen.append,
+        on_progress=seen.append,
     )
     assert [progress.step for progress in seen] == list(range(1, 41))
     assert {progress.steps for progress in seen} == {40}
@@ -229,7 +229,7 @@ def test_a_finished_run_is_not_run_again(trained: tuple[Path, Path], tmp_path: P
     config = EMConfig(epochs=2, batch_size=50, held_out=20)
     start, seen = HMM.random(4, 20, seed=1), list[Progress]()
     first = train(start, corpus, config, folder=tmp_path / "run")
-    again = train(start, corpus, config, folder=tmp_path / "run", observe=seen.append)
+    again = train(start, corpus, config, folder=tmp_path / "run", on_progress=seen.append)
     assert not seen
     texts = source.sample(10, 6, seed=0)
     assert torch.equal(first.log_likelihood(texts), again.log_likelihood(texts))
@@ -295,7 +295,7 @@ def test_the_start_is_freed(tmp_path: Path) -> None:
 
     seen: list[bool] = []
     config = EMConfig(epochs=1, batch_size=100, held_out=20)
-    train(start(), corpus, config, observe=lambda _: seen.append(alive[0]() is None))
+    train(start(), corpus, config, on_progress=lambda _: seen.append(alive[0]() is None))
     assert seen == [True, True]
 
 

@@ -81,7 +81,7 @@ def test_existing_shards_are_not_sampled_again(source: TransformersSource, tmp_p
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     corpus.shards()[1].path.unlink()
     observed: list[int] = []
-    sample(tmp_path, source, config, observe=observed.append)
+    sample(tmp_path, source, config, on_progress=observed.append)
     assert observed == [40]
     for path, modified in written.items():
         if path.name != "shard-000001.safetensors":

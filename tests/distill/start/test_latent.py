@@ -80,7 +80,7 @@ def test_the_true_states_are_recovered(
     assert nats_per_token(hmm, held_out) > nats_per_token(truth, held_out) - 0.15
     assert nats_per_token(hmm, held_out) > nats_per_token(unigram, held_out) + 0.3
     assert hmm.config.eos_token_ids == (0,)
-    assert hmm.emission.rows(torch.tensor([0]))[0].tolist() == [0.0] * 20 + [1.0]
+    assert hmm.emission.of_tokens(torch.tensor([0]))[0].tolist() == [0.0] * 20 + [1.0]
 
 
 def _unigram(corpus: Corpus) -> Tensor:

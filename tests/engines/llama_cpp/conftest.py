@@ -44,7 +44,7 @@ def goals_of(hmm: HMM, tokenizer: Any) -> Callable[[str], list[Goal]]:
         "product": [attributes["nontoxic"]],
         "rewards": [attributes["positive"]],
         "two goals": [attributes["nontoxic"], attributes["political"]],
-        "required text": [attributes["positive"] & token_bytes.mentions("lighthouse")],
+        "required text": [attributes["positive"] & token_bytes.contains("lighthouse")],
     }
 
     def goals_of(kind: str) -> list[Goal]:

@@ -47,7 +47,7 @@ def goals_of(hmm: HMM) -> list[list[Goal]]:
     attributes = [Attribute.from_rewards(4 * row - 2) for row in drawn[:4]]
     attributes += [Attribute.from_weights(row) for row in drawn[4:6]]
     token_bytes = [b"", *[bytes([65 + token]) for token in range(VOCAB - 1)]]
-    attributes.append(Attribute.occurrence("FG", token_bytes))
+    attributes.append(Attribute.contains("FG", token_bytes))
     return [[Goal(Lookahead(hmm, one, NEW), 3.0)] for one in attributes] + [[]]
 
 

@@ -73,7 +73,7 @@ def test_evidence_is_shown_relative_to_its_mean(tiny_lm: Path, once: bool) -> No
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
     hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     rewards = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
-    goal = Goal(Lookahead(hmm, Attribute.from_rewards(rewards, once=once), 8), 9.0)
+    goal = Goal(Lookahead(hmm, Attribute.from_rewards(rewards, first_only=once), 8), 9.0)
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
     choices = explain(lm, PROMPT, WRITTEN, [goal], **settings)
     first, *_, last = choices

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace.attribute import Attribute
-from foretrace.engines.token_bytes import mentions
+from foretrace.engines.token_bytes import contains
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -89,7 +89,7 @@ def test_sparse_is_within_its_promise_of_dense(
     assert len(texts) == 200
     prompts = encode_prompts(tokenizer, texts)
     logits = _next_token_logits(lm, prompts)
-    whole = hmm.emission.rows(torch.arange(hmm.vocab_size))
+    whole = hmm.emission.of_tokens(torch.arange(hmm.vocab_size))
     dense = HMM(hmm.initial, hmm.transition, whole / whole.sum(0), hmm.config)
     sparse = dense.sparsify(TOLERANCE)
     steered = [_steered(each, attribute, prompts, logits) for each in (dense, sparse)]
@@ -123,7 +123,7 @@ def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: T
 def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """100 prompts: the one text is always there, within the length, and the others never."""
     must, must_not = "refund", [" the", "The"]
-    goal = plain_goal(Lookahead(hmm, mentions(must, tokenizer) & ~mentions(must_not, tokenizer)))
+    goal = plain_goal(Lookahead(hmm, contains(must, tokenizer) & ~contains(must_not, tokenizer)))
     beginnings = (Path(__file__).parents[1] / "beginnings.txt").read_text().splitlines()
     prompts = [beginnings[place % len(beginnings)] for place in range(100)]
     torch.manual_seed(0)

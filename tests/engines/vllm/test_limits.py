@@ -100,7 +100,7 @@ def test_no_route_and_no_escape_avoids_the_queue(real_server: RealServer) -> Non
 
 
 def test_a_refusal_is_cheap(real_server: RealServer) -> None:
-    long = " & ".join(f'mentions("{letter * 12}")' for letter in "abcdefghijklmnop")
+    long = " & ".join(f'contains("{letter * 12}")' for letter in "abcdefghijklmnop")
     goals = [_completion(f"{long} & a{i}") for i in range(2)]
     answers = [_post(real_server.address, goal, key=HOSTILE_KEY) for goal in goals]
     assert [answer.status for answer in answers] == [400, 400]
@@ -117,7 +117,7 @@ def test_a_client_that_sends_new_goals_slows_nobody_else(real_server: RealServer
         return answer.seconds
 
     def attack(i: int) -> Answer:
-        goal = f'a{i % 3} & ~mentions("never {i} again, and once more {i}")'
+        goal = f'a{i % 3} & ~contains("never {i} again, and once more {i}")'
         return _post(address, _completion(goal, max_tokens=1), key=HOSTILE_KEY)
 
     latency()

@@ -12,7 +12,7 @@ from foretrace.attribute import LogitAffine
 from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, GoalParams, SteeringParams, parse
 from foretrace.errors import InvalidInputError
 
-NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'mentions("a")']
+NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'contains("a")']
 SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
 
 
@@ -36,7 +36,7 @@ def test_a_goal_has_the_medium_level_and_a_neutral_end_by_default() -> None:
     params = _read(goal="a & b", horizon=10, other=1)
     (goal,) = params.goals
     assert _operands(goal) == [("a", "medium"), ("b", "medium")]
-    assert goal.transform.identity
+    assert goal.transform.is_identity
     assert (params.horizon, params.neutral_end) == (10, True)
     assert _read(goal="a", neutral_end="true") == _read(goal="a", neutral_end=1) == _read(goal="a")
     assert not _read(goal="a", neutral_end="False").neutral_end
@@ -65,7 +65,7 @@ def test_with_transforms_every_goal_is_one_of_its_own() -> None:
     first, second, required = params.goals
     assert _operands(first) == [("a", 1.0), ("b", 1.0)]
     assert (first.transform, second.transform) == (LogitAffine(10, -10), LogitAffine(2, 0))
-    assert required.transform.identity
+    assert required.transform.is_identity
     for written in ([10, -10], [[10, -10]], ["10", -10.0], [10, -10, 10, -10]):
         goals = _read(goal=["a", "c"], transform=written).goals
         assert [goal.transform for goal in goals] == [LogitAffine(10, -10)] * 2
@@ -83,12 +83,12 @@ def test_a_window_is_a_number_of_tokens_or_a_marker() -> None:
 def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
     params = _read(must_contain=["a", "b"], must_not_contain="c", strength=3)
     (goal,) = params.goals
-    expected = [('mentions("a")', 1.0), ('mentions("b")', 1.0), ('~mentions("c")', 1.0)]
+    expected = [('contains("a")', 1.0), ('contains("b")', 1.0), ('~contains("c")', 1.0)]
     assert _operands(goal) == expected
-    assert params == _read(goal='mentions("a") & (mentions("b") & ~mentions("c"))', level="strong")
+    assert params == _read(goal='contains("a") & (contains("b") & ~contains("c"))', level="strong")
     (joined,) = _read(goal="x", strength=2, must_not_contain=["c", "d"]).goals
-    assert _operands(joined) == [('~mentions("c", "d")', 1.0), ("x", 2.0)]
-    (several,) = _read(goal='mentions("a")', must_contain="b").goals
+    assert _operands(joined) == [('~contains("c", "d")', 1.0), ("x", 2.0)]
+    (several,) = _read(goal='contains("a")', must_contain="b").goals
     assert len(several.operands) == 2
 
 
@@ -150,8 +150,8 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
         ({"must_contain": "a" * 300}, "bytes together"),
         ({"must_contain": [*"abcdefghijklmnopq"]}, "16 required"),
         ({"must_contain": "\ud800"}, "characters"),
-        ({"goal": 'mentions("a")', "must_contain": "b", "transform": [2, 0]}, "Join them by &"),
-        ({"goal": 'mentions("\\ud800")'}, "characters"),
+        ({"goal": 'contains("a")', "must_contain": "b", "transform": [2, 0]}, "Join them by &"),
+        ({"goal": 'contains("\\ud800")'}, "characters"),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, Any], why: str) -> None:

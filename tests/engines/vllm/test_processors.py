@@ -104,7 +104,7 @@ def test_structured_outputs_with_required_texts_are_refused(tmp_path: Path) -> N
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    occurs = Attribute.occurrence("b", [b"a", b"b", *[b""] * (len(WORDS) - 2)])
+    occurs = Attribute.contains("b", [b"a", b"b", *[b""] * (len(WORDS) - 2)])
     occurs.save(tmp_path / "attributes" / "occurs.safetensors")
     schema = StructuredOutputsParams(json={"type": "object"})
     validate_params(SamplingParams(extra_args={"goal": "a0"}, structured_outputs=schema))

@@ -101,7 +101,7 @@ class TransformersEngine:
             attribute = conjunction(
                 goal.operands,
                 self.loaded,
-                lambda each: ft.mentions(each.texts, self.tokenizer),
+                lambda each: ft.contains(each.texts, self.tokenizer),
                 self.hmm,
             )
             lookahead = ft.Lookahead(self.hmm, attribute, horizon)
@@ -169,7 +169,7 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
         {"goal": ["a1", "a2"], "strength": [2, 0.5]},
         {"goal": ["a1", "~a2"], "transform": [2, 0, 0.5, 1]},
         {"goal": "a1", "strength": 1, "horizon": 3},
-        {"goal": 'a0 & mentions("refund") & ~mentions(" a", "of")', "strength": 2},
+        {"goal": 'a0 & contains("refund") & ~contains(" a", "of")', "strength": 2},
         {"goal": "a2", "strength": 1, "must_contain": ["no", "yes"], "must_not_contain": "and"},
         {"must_not_contain": " the"},
         {"goal": "a1", "strength": 3, "after": " ", "window": 3},

@@ -392,12 +392,12 @@ def test_sizes_are_checked_before_anything_is_computed(
         hmm, folder, folder.parent / "tables", horizon=HORIZON, load_token_bytes=lambda: LETTERS
     )
     monkeypatch.setattr(cache, "_build", None)
-    monkeypatch.setattr(TokenBytes, "mentions", None)  # would go through the whole vocabulary
+    monkeypatch.setattr(TokenBytes, "contains", None)  # would go through the whole vocabulary
     for goal, why in {
-        f'mentions("{"abcdefghijklmnopqrstuvwxyz" * 3}")': "79 states",
-        'mentions("abcdefgh") & mentions("ijklmnop") & mentions("qrstuvwx")': "92 states",
+        f'contains("{"abcdefghijklmnopqrstuvwxyz" * 3}")': "79 states",
+        'contains("abcdefgh") & contains("ijklmnop") & contains("qrstuvwx")': "92 states",
         "nontoxic & ~mixed & ~formal & ~nontoxic & (formal | nontoxic | "
-        '~mentions("abcdefghijklmnopqrstuvwxyz"))': "for all terms",
+        '~contains("abcdefghijklmnopqrstuvwxyz"))': "for all terms",
         "~nontoxic & ~formal & ~mixed & (nontoxic | formal | mixed)": "are allowed",
     }.items():
         with pytest.raises(InvalidInputError, match=why):
@@ -536,7 +536,7 @@ def test_a_constraint_is_found_among_the_goals(hmm: HMM, folder: Path) -> None:
     tables = folder.parent / "tables"
     cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
     constrained, plain = (
-        cache.admit(_params(goal)) for goal in ('formal & mentions("ab")', "formal")
+        cache.admit(_params(goal)) for goal in ('formal & contains("ab")', "formal")
     )
     assert cache.has_constraint([*plain, *constrained])
     assert not cache.has_constraint(plain)
@@ -553,7 +553,7 @@ def test_the_tokenizer_is_loaded_before_the_first_request(hmm: HMM, folder: Path
     cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=load)
     assert not loaded
     cache.load_tokenizer()
-    cache.admit(_params('mentions("ab")'))
+    cache.admit(_params('contains("ab")'))
     assert loaded == [1]
     _cache(hmm, folder).load_tokenizer()  # without one, nothing happens
 
@@ -562,7 +562,7 @@ LETTERS = TokenBytes([b"", *(bytes([97 + place % 26]) for place in range(WORDS -
 
 
 def test_what_must_occur_is_built_and_read_again(hmm: HMM, folder: Path) -> None:
-    params = _params('nontoxic & mentions("abc") & ~mentions("z", "y")')
+    params = _params('nontoxic & contains("abc") & ~contains("z", "y")')
     tables = folder.parent / "tables"
     admitting, decoding = (
         TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
@@ -591,12 +591,12 @@ def test_texts_that_are_too_much_are_refused(hmm: HMM, folder: Path) -> None:
 def test_texts_alone_are_one_term_however_many(hmm: HMM, folder: Path) -> None:
     tables = folder.parent / "tables"
     cache = TableCache(hmm, folder, tables, horizon=HORIZON, load_token_bytes=lambda: LETTERS)
-    cache.admit(_params(" & ".join(f'~mentions("{letter}")' for letter in "abcdefghijkl")))
+    cache.admit(_params(" & ".join(f'~contains("{letter}")' for letter in "abcdefghijkl")))
 
 
 def test_saved_goals_that_remember_are_checked_as_well(hmm: HMM, folder: Path) -> None:
     for name in ("abc", "xyz"):
-        occurs = Attribute.occurrence(name, LETTERS.tokens)
+        occurs = Attribute.contains(name, LETTERS.tokens)
         occurs.save(folder / f"{name}.safetensors")
     cache = _cache(hmm, folder)
     with pytest.raises(InvalidInputError, match="take 3 tokens at least"):
@@ -619,7 +619,7 @@ def test_another_spelling_is_another_table(hmm: HMM, folder: Path) -> None:
             horizon=HORIZON,
             load_token_bytes=partial(TokenBytes, token_bytes.tokens),
         )
-        keys += cache.admit(_params('mentions("ab")'))
+        keys += cache.admit(_params('contains("ab")'))
     assert keys[0] != keys[1]
 
 
@@ -635,7 +635,7 @@ def test_a_tokenizer_that_fails_is_asked_once(hmm: HMM, folder: Path) -> None:
     )
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="cannot be used: It spells nothing"):
-            cache.admit(_params('mentions("ab")'))
+            cache.admit(_params('contains("ab")'))
     assert params == [1]
 
 
@@ -653,7 +653,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_once(
     )
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="tokenizer cannot be used: its log says why"):
-            cache.admit(_params('mentions("ab")'))
+            cache.admit(_params('contains("ab")'))
     assert tried == [1]
     assert caplog.messages == ["The server's tokenizer cannot be used"]
     assert "no such repository" in caplog.text

@@ -18,7 +18,7 @@ from foretrace.cli.playground.comparison import side_by_side, text_section
 from foretrace.errors import ForetraceError, InvalidInputError
 
 TITLE = "# foretrace\nThe same language model with and without steering."
-HINT = 'An attribute, or an expression: nontoxic & ~formal, mentions("refund").'
+HINT = 'An attribute, or an expression: nontoxic & ~formal, contains("refund").'
 SIDES = ("bare", "steered")
 LEVELS = ["mild", "medium", "strong"]
 MIN_WIDTH = 250  # pixels of an element in a row; elements that do not fit wrap

@@ -55,7 +55,7 @@ class Counts:
         emission = torch.empty(vocab, states, dtype=hmm.initial.dtype, device=hmm.device)
         step = max(1, CHUNK_ELEMENTS // states)
         for tokens in torch.split(torch.arange(vocab, device=hmm.device), step):
-            emission[tokens] = hmm.emission.rows(tokens) * visits
+            emission[tokens] = hmm.emission.of_tokens(tokens) * visits
         emission[list(ends), :-1] = 0.0
         return cls(
             initial=hmm.initial.clone(),

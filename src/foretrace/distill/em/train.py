@@ -37,7 +37,7 @@ def train(
     config: EMConfig,
     *,
     folder: str | os.PathLike[str] | None = None,
-    observe: Observer | None = None,
+    on_progress: Observer | None = None,
 ) -> HMM:
     """Train an HMM on a corpus by mini-batch EM.
 
@@ -51,7 +51,7 @@ def train(
         config: The settings of EM.
         folder: Where to write metrics and checkpoints. If it holds a checkpoint of the same run,
             training resumes from it.
-        observe: Called with the metrics after every step.
+        on_progress: Called with the metrics after every step.
 
     Returns:
         The trained HMM. Its `config.distillation` holds the settings and the held-out
@@ -75,8 +75,8 @@ def train(
     run = _Run(start, corpus, config, None if folder is None else Path(folder), current_group())
     del start  # its tables are as large as the counts that were built from them
     for progress in run.steps():
-        if observe is not None:
-            observe(progress)
+        if on_progress is not None:
+            on_progress(progress)
     return run.finish(start_config)
 
 

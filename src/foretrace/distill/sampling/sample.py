@@ -103,12 +103,12 @@ def sample(
     source: Source,
     config: SamplingConfig,
     prompts: Sequence[Prompt] = (),
-    observe: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Corpus:
     """Sample the missing shards of a corpus, together with any other worker on the same folder.
 
     A worker claims a shard before it samples it. If a worker dies, others take over its claim. The
-    function returns when the corpus is complete. `observe` receives the number of rows of each
+    function returns when the corpus is complete. `on_progress` receives the number of rows of each
     shard that this worker adds.
     """
     corpus = open_corpus(folder, source, config, prompts)
@@ -121,8 +121,8 @@ def sample(
         lengths = torch.tensor([len(prefix) for prefix in prefixes])
         chats = RowPrompts(list(contexts), lengths) if openings.chat else None
         corpus.write_shard(path, rows, chats)
-        if observe is not None:
-            observe(len(rows))
+        if on_progress is not None:
+            on_progress(len(rows))
 
     share_work([corpus.shard_path(shard) for shard in range(config.shards)], draw)
     return corpus

@@ -129,7 +129,7 @@ class LatentStart:
     def compute_hidden_states(
         self,
         hidden_states: HiddenStates,
-        observe: Observer | None = None,
+        on_progress: Observer | None = None,
         *,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -153,8 +153,8 @@ class LatentStart:
             rows, contexts = self._rows(*self.pieces[number])
             hidden = basis(hidden_states(rows, contexts)).half()
             _io.write_tensors(path, {"tokens": rows, "hidden": hidden}, {})
-            if observe is not None:
-                observe(len(list(path.parent.glob("hidden-*"))), len(self.paths))
+            if on_progress is not None:
+                on_progress(len(list(path.parent.glob("hidden-*"))), len(self.paths))
 
         share_work(self.paths, write_file, until=until)
 
@@ -178,7 +178,7 @@ class LatentStart:
             mask = before_end_mask(tokens, self.eos)
             yield Block(tokens, mask, feature_vectors(hidden, mask, self.config.persistence))
 
-    def cluster(self, observe: Observer | None = None) -> Tensor:
+    def cluster(self, on_progress: Observer | None = None) -> Tensor:
         """Compute the centroids by k-means, resuming after the last complete pass: (h - 1, d)."""
         passes = 0
         if self.centroids_path.exists():
@@ -190,8 +190,8 @@ class LatentStart:
             centroids = kmeans.lloyd_step(self._stream, centroids)
             metadata = {"passes": str(number)}
             _io.write_tensors(self.centroids_path, {"centroids": centroids}, metadata)
-            if observe is not None:
-                observe(number, self.config.iterations)
+            if on_progress is not None:
+                on_progress(number, self.config.iterations)
         return centroids
 
     def _stream(self) -> Iterator[Tensor]:

@@ -108,7 +108,7 @@ def _over_bytes(goal: GoalParams, load: Callable[[str], Attribute]) -> Attribute
     factors = []
     for operand in goal.operands:
         factor = operand.expression.build(
-            attributes, lambda mention: Attribute.occurrence(mention.texts, BYTES)
+            attributes, lambda operand: Attribute.contains(operand.texts, BYTES)
         )
         if operand.strength is not None:
             _ = factor**operand.strength
@@ -139,7 +139,7 @@ def _stand_in(index: int, name: str, attribute: Attribute) -> Attribute:
 
 
 def _require_transformable(goal: GoalParams, has_evidence: bool) -> None:
-    if has_evidence and not goal.transform.identity:
+    if has_evidence and not goal.transform.is_identity:
         raise InvalidInputError(
             f"A transform applies to probabilities, and {', '.join(goal.names)} has evidence. "
             f"Steer toward it by strength or level."

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretrace.attribute import Expression, LogitAffine
 from foretrace.attribute import parse as parse_expression
-from foretrace.attribute.expression import Mention, Operator
+from foretrace.attribute.expression import Contains, Operator
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
 from foretrace.steering.conjunction import WeightedExpression
@@ -54,10 +54,10 @@ class GoalParams:
         )
 
     @property
-    def mentions(self) -> tuple[Mention, ...]:
-        """Return the distinct `mentions(...)` operands."""
-        mentions = [one for operand in self.operands for one in operand.expression.mentions]
-        return tuple(dict.fromkeys(mentions))
+    def contains(self) -> tuple[Contains, ...]:
+        """Return the distinct `contains(...)` operands."""
+        contains = [one for operand in self.operands for one in operand.expression.contains]
+        return tuple(dict.fromkeys(contains))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     expressions = [_expression(text) for text in texts]
     required = constraint(*(_texts(args, key) for key in CONSTRAINTS)) if constraints else None
     goals = _goals(args, expressions, required)
-    _check_mentions(goals)
+    _check_contains(goals)
     return SteeringParams(
         goals,
         _horizon(args.get("horizon")),
@@ -194,9 +194,9 @@ def _order(operand: WeightedExpression) -> tuple[bool, str, float, str]:
 
 def constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
     """Return the expression that all of `must` occur and none of `must_not`."""
-    steps: list[str | Operator | Mention] = [Mention((text,)) for text in must]
+    steps: list[str | Operator | Contains] = [Contains((text,)) for text in must]
     if must_not:
-        steps += [Mention(tuple(must_not)), Operator.NOT]
+        steps += [Contains(tuple(must_not)), Operator.NOT]
     operands = len(must) + bool(must_not)
     return Expression((*steps, *[Operator.AND] * (operands - 1)))
 
@@ -208,10 +208,10 @@ def _texts(args: Mapping[str, Any], key: str) -> list[str]:
     return texts
 
 
-def _check_mentions(goals: Sequence[GoalParams]) -> None:
-    mentions = [goal.mentions for goal in goals if goal.mentions]
-    require_single_constraint(len(mentions))
-    texts = [text for goal in mentions for mention in goal for text in mention.texts]
+def _check_contains(goals: Sequence[GoalParams]) -> None:
+    contains = [goal.contains for goal in goals if goal.contains]
+    require_single_constraint(len(contains))
+    texts = [text for goal in contains for operand in goal for text in operand.texts]
     size = len("".join(texts).encode("utf-8", "replace"))
     if any(map(_has_surrogates, texts)):
         raise InvalidInputError(

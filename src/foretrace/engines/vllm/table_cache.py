@@ -16,7 +16,7 @@ from threading import Lock
 from time import perf_counter
 
 from foretrace.attribute import Attribute, AttributeStore
-from foretrace.attribute.expression import Mention
+from foretrace.attribute.expression import Contains
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.disk_cache import DiskCache, Lease
 from foretrace.engines.vllm.goal_size import GoalSize, check_sizes, require_small
@@ -82,7 +82,7 @@ class TableCache:
         self._marker = lru_cache(MAX_MARKERS)(self._make_marker)
         self._size = lru_cache(MAX_REMEMBERED)(self._read_size)
         self._attribute = lru_cache(MAX_ATTRIBUTES)(self._read_attribute)
-        self._identity = [VERSION, hmm.identity(), hmm.config.eos_token_ids, horizon]
+        self._identity = [VERSION, hmm.checksum, hmm.config.eos_token_ids, horizon]
         self._kept: OrderedDict[str, Lookahead] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
@@ -183,7 +183,7 @@ class TableCache:
             for operand in goal.operands
         ]
         files = [(name, *self._file(name)) for name in goal.names]
-        tokens = self._token_bytes().identity if goal.mentions else None
+        tokens = self._token_bytes().identity if goal.contains else None
         content = json.dumps([self._identity, operands, files, tokens])
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -254,14 +254,14 @@ class TableCache:
         """Build the table of a goal; find strengths that were not calibrated with the HMM."""
         began = perf_counter()
         attributes = {name: self._load(name) for name in goal.names}
-        attribute = conjunction(goal.operands, attributes, self._mention, self.hmm)
+        attribute = conjunction(goal.operands, attributes, self._contains, self.hmm)
         lookahead = Lookahead(self.hmm, attribute, self.horizon)
         self.disk.write(key, lookahead)
         self.observe("build", perf_counter() - began)
         return lookahead
 
-    def _mention(self, mention: Mention) -> Attribute:
-        return self._token_bytes().mentions(mention.texts)
+    def _contains(self, operand: Contains) -> Attribute:
+        return self._token_bytes().contains(operand.texts)
 
     def _make_marker(self, text: str) -> Marker:
         return self._token_bytes().marker(text)
