@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from foretrace.cli.prompts import read_chats
+from foretrace.cli.loading import read_chats
 from foretrace.distill import Corpus
 from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.distill.sampling.transformers_source import TransformersSource

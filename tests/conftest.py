@@ -11,6 +11,8 @@ from hypothesis import settings as hypothesis_settings
 # attempt to reach it is repeated for seconds.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from foretrace import cli
+from forked import Done, Run
 from smollm2 import (
     UnavailableError,
     find_gguf,
@@ -29,6 +31,19 @@ hypothesis_settings.load_profile("shared machine")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the pages of the documentation first: they take longest of all files."""
     items.sort(key=lambda item: item.path.name != "test_pages.py")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process, because importing torch and transformers takes seconds."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Done:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([str(argument) for argument in arguments])
+        return Done(int(stopped.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

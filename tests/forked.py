@@ -15,12 +15,24 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TIMEOUT = 500  # seconds
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["heavy_imports"])
+
+
+class Done(NamedTuple):
+    """The exit code and the output of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+"""The fixture `run`: a function from the words of a command to its result."""
 
 
 def start(
@@ -42,7 +54,7 @@ def run_foretrace(
     *arguments: object, environment: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command of foretrace until it ends, as `subprocess.run` does."""
-    words = ["foretrace", *map(str, arguments)]
+    words = [*map(str, arguments)]
     with tempfile.TemporaryDirectory() as scratch:
         stdout, stderr = Path(scratch) / "stdout", Path(scratch) / "stderr"
         process = start(foretrace, words, stdout=stdout, stderr=stderr, environment=environment)
@@ -58,8 +70,7 @@ def foretrace(words: list[str]) -> None:
     """Run a command of foretrace, as a target of `start`."""
     from foretrace import cli
 
-    sys.argv = words
-    cli.main()
+    cli.main(words)
 
 
 def script(text: str, *arguments: object) -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
 from evaluation import EXAMPLE, ROOT, run_suite
 from foretrace.attribute import Attribute
-from foretrace.cli.progress import ProgressBars
+from foretrace.cli.terminal import ProgressBars
 from foretrace.evaluate.suite import Suite, load_suite
 from foretrace.hmm import HMM
 from peers.page import write_page

@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from foretrace.attribute import Attribute
-from foretrace.cli.model_loading import load_lm
-from foretrace.cli.progress import ProgressBars
+from foretrace.cli.loading import load_lm
+from foretrace.cli.terminal import ProgressBars
 from foretrace.evaluate.preparation import fit_attributes
 from foretrace.evaluate.suite import Suite
 from foretrace.hmm import HMM

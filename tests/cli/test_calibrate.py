@@ -1,16 +1,14 @@
 """`foretrace calibrate`."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import forked
-from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
 from foretrace.lookahead.levels import BUDGETS
+from forked import Run
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -22,21 +20,12 @@ def options(steered: list[str], tmp_path: Path) -> list[str]:
     return [*steered[:3], "--attributes", str(folder)]
 
 
-def run(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run the command in this process, because importing transformers takes seconds."""
-    monkeypatch.setattr(sys, "argv", ["foretrace", "calibrate", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(stopped.value.code or 0)
-
-
-def test_levels_are_written_into_the_file(options: list[str]) -> None:
+def test_levels_are_written_into_the_file(run: Run, options: list[str]) -> None:
     store = AttributeStore(options[4])
     before = store["odd"]
     attribute = ["--attribute", "odd", "--budget", "strong=0.3"]
-    done = forked.run_foretrace("calibrate", *options, *attribute)
-    assert done.returncode == 0, done.stderr
+    done = run("calibrate", *options, *attribute)
+    assert done.code == 0, done.err
     after = store["odd"]
     assert torch.equal(after.terms.log_weights, before.terms.log_weights)
     assert after.name == before.name
@@ -50,19 +39,17 @@ def test_levels_are_written_into_the_file(options: list[str]) -> None:
         assert level["budget"] == budget
         assert level["price"] == pytest.approx(budget, rel=0.16)
         assert level["strength"] == after.config.levels[name]
-        assert f"{level['strength']:.3g}" in done.stdout
-    assert "nats per token" in done.stdout
+        assert f"{level['strength']:.3g}" in done.out
+    assert "nats per token" in done.out
     assert len(list(Path(options[4]).iterdir())) == 3
 
 
-def test_an_attribute_file_and_prompts(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attribute_file_and_prompts(run: Run, options: list[str], tmp_path: Path) -> None:
     file = tmp_path / "rewards.safetensors"
     Attribute.from_rewards(torch.linspace(-1, 1, 64), name="rewards").save(file)
     (tmp_path / "prompts.txt").write_text("w1\nw2 w3 w4\n\nw5\n")
     more = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 8]
-    assert run(*options[:3], "--attribute", file, *more, monkeypatch=monkeypatch) == 0
+    assert run("calibrate", *options[:3], "--attribute", file, *more).code == 0
     config = Attribute.load(file).config
     assert config.levels["mild"] < config.levels["medium"] < config.levels["strong"]
     record = config.fit["calibration"]
@@ -80,13 +67,9 @@ def test_an_attribute_file_and_prompts(
     ],
 )
 def test_errors_are_one_line(
-    options: list[str],
-    arguments: list[str],
-    code: int,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, options: list[str], arguments: list[str], code: int, expected: str
 ) -> None:
-    assert run(*options, *arguments, monkeypatch=monkeypatch) == code
-    assert expected in capsys.readouterr().err
+    done = run("calibrate", *options, *arguments)
+    assert done.code == code
+    assert expected in done.err
     assert not AttributeStore(options[4])["odd"].config.levels

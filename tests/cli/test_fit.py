@@ -1,23 +1,16 @@
-"""`foretrace fit` and `foretrace attribute` in a subprocess."""
+"""`foretrace fit` and `foretrace attribute`."""
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
-from forked import run_foretrace
+from forked import Run
 from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
 W7 = WORDS.index("w7")
-
-
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_foretrace(*arguments, environment={**environment, "COLUMNS": "200"})
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -39,30 +32,32 @@ def scored(tmp_path: Path) -> Path:
     return write(tmp_path / "scored.jsonl", rows)
 
 
-def test_fit_then_show(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_fit_then_show(run: Run, scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     out = tmp_path / "polite.safetensors"
     done = run(
         "fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--invert", "--out", out
     )
-    assert done.returncode == 0, done.stderr
-    assert "fitted in" in done.stdout
+    assert done.code == 0, done.err
+    assert "fitted in" in done.out
     attribute = Attribute.load(out)
     assert attribute.name == "polite"
     assert attribute.top_tokens(1)[0].token == W7
     shown = run("attribute", "show", out, "--tokenizer", tiny_lm, "--plot", tmp_path / "fit.png")
-    assert shown.returncode == 0, shown.stderr
-    assert "'w7'" in shown.stdout
-    assert "AUC, held out" in shown.stdout
+    assert shown.code == 0, shown.err
+    assert "'w7'" in shown.out
+    assert "AUC, held out" in shown.out
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{W7} " in run("attribute", "show", out).stdout
+    assert f"{W7} " in run("attribute", "show", out).out
 
 
-def test_options_are_passed_to_the_fit(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_options_are_passed_to_the_fit(
+    run: Run, scored: Path, tiny_lm: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "a.safetensors"
     options = ["--terms", 2, "--scale", 2, "--shift", -1, "--by-absence", "--penalty", 0.5]
     options += ["--name", "rude", "--window", 3, "--seed", 3, "--plot", tmp_path / "a.png"]
     done = run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out, *options)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     facts = Attribute.load(out).config.fit
     assert facts["transform"] == {"scale": 2.0, "shift": -1.0}
     assert (facts["terms"], facts["by_absence"], facts["penalty"]) == (2, True, 0.5)
@@ -72,31 +67,31 @@ def test_options_are_passed_to_the_fit(scored: Path, tiny_lm: Path, tmp_path: Pa
     assert (tmp_path / "a.png").exists()
 
 
-def test_one_attribute_per_author(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_one_attribute_per_author(run: Run, scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
     out = tmp_path / "authors"
     done = run("fit", scored, "--tokenizer", tiny_lm, "--by", "author", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert "3 attributes" in done.stdout
-    assert "Chose evidence: the right one of 3 labels is first for" in done.stdout
+    assert done.code == 0, done.err
+    assert "3 attributes" in done.out
+    assert "Chose evidence: the right one of 3 labels is first for" in done.out
     store = AttributeStore(out)
     assert list(store) == ["Author 0", "Author 1", "Author 2"]
     assert store["Author 1"].top_tokens(1)[0].token == WORDS.index("w2")
 
 
 def test_evidence_is_fitted_and_shown_without_kept_words(
-    scored: Path, tiny_lm: Path, tmp_path: Path
+    run: Run, scored: Path, tiny_lm: Path, tmp_path: Path
 ) -> None:
     out, words = tmp_path / "rude.safetensors", tmp_path / "words.txt"
     words.write_text("# left out\nW8\nno-such-word\n")
     options = ["--score", "rudeness", "--objective", "evidence", "--keep", words, "--out", out]
     done = run("fit", scored, "--tokenizer", tiny_lm, *options, "--plot", tmp_path / "fit.png")
-    assert done.returncode == 0, done.stderr
-    assert "1 tokens of 2 words do not decide" in done.stdout
+    assert done.code == 0, done.err
+    assert "1 tokens of 2 words do not decide" in done.out
     assert (tmp_path / "fit.png").exists()
     attribute = Attribute.load(out)
     assert WORDS.index("w8") not in attribute.evidence[0].tokens.tolist()
     assert attribute.config.fit["keep"] == 1
-    shown = run("attribute", "show", out, "--tokenizer", tiny_lm, "--tokens", 3).stdout
+    shown = run("attribute", "show", out, "--tokenizer", tiny_lm, "--tokens", 3).out
     lines = shown.splitlines()
     header = next(index for index, line in enumerate(lines) if "against" in line)
     assert "'w7'" in lines[header + 1]
@@ -105,7 +100,7 @@ def test_evidence_is_fitted_and_shown_without_kept_words(
     assert "tokens with reward" in shown
 
 
-def test_group_terms_among_the_strongest_tokens_are_a_warning(tmp_path: Path) -> None:
+def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path: Path) -> None:
     terms = ["<|endoftext|>", "w0", "women", "other"]
     lm = write_tiny_lm(tmp_path / "lm", word_tokenizer(terms))
     rows: list[dict[str, object]] = []
@@ -117,29 +112,35 @@ def test_group_terms_among_the_strongest_tokens_are_a_warning(tmp_path: Path) ->
     for objective in ("evidence", "cross-entropy"):
         options = ["--objective", objective, "--by-absence", "--out", out]
         done = run("fit", data, "--tokenizer", lm, *options)
-        assert warning in done.stdout, done.stderr
-        assert warning in run("attribute", "show", out, "--tokenizer", lm).stdout
+        assert warning in done.out, done.err
+        assert warning in run("attribute", "show", out, "--tokenizer", lm).out
         kept = run("fit", data, "--tokenizer", lm, *options, "--keep", "groups")
-        assert "Warning" not in kept.stdout, kept.stderr
+        assert "Warning" not in kept.out, kept.err
 
 
-def test_judge_scores_are_cached(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_judge_scores_are_cached(
+    run: Run, scored: Path, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_judge.py").write_text(
+        "from pathlib import Path\n"
         "def score(texts):\n"
-        "    return [None if 'w9' in t.split() else float('w7' in t.split()) for t in texts]\n"
+        f"    broken = Path({str(tmp_path / 'broken')!r}).exists()\n"
+        "    words = [text.split() for text in texts]\n"
+        "    return [None if broken or 'w9' in text else float('w7' in text) for text in words]\n"
     )
+    monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "rude.safetensors"
     command = ["fit", scored, "--tokenizer", tiny_lm, "--judge", "my_judge:score", "--out", out]
-    done = run(*command, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "texts left out" in done.stdout
+    done = run(*command)
+    assert done.code == 0, done.err
+    assert "texts left out" in done.out
     cache_file = tmp_path / "rude.judgements.jsonl"
     assert len(cache_file.read_text().splitlines()) < 400
-    (tmp_path / "my_judge.py").write_text("def score(texts):\n    return [None for _ in texts]\n")
-    again = run(*command, PYTHONPATH=str(tmp_path))
-    assert again.returncode == 0, again.stderr
-    other = run(*command[:-1], tmp_path / "other.safetensors", PYTHONPATH=str(tmp_path))
-    assert "has scored none" in other.stderr
+    (tmp_path / "broken").touch()
+    again = run(*command)
+    assert again.code == 0, again.err
+    other = run(*command[:-1], tmp_path / "other.safetensors")
+    assert "has scored none" in other.err
 
 
 @pytest.mark.parametrize(
@@ -161,21 +162,17 @@ def test_judge_scores_are_cached(scored: Path, tiny_lm: Path, tmp_path: Path) ->
     ],
 )
 def test_bad_input_is_a_one_line_error(
+    run: Run,
     tmp_path: Path,
     tiny_lm: Path,
     rows: list[dict[str, object]],
     options: list[str],
     expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = write(tmp_path / "data.jsonl", rows)
-    command = ["foretrace", "fit", data, "--tokenizer", tiny_lm, "--out", tmp_path / "a", *options]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 1
-    assert expected in capsys.readouterr().err
+    done = run("fit", data, "--tokenizer", tiny_lm, "--out", tmp_path / "a", *options)
+    assert done.code == 1
+    assert expected in done.err
     assert not (tmp_path / "a").exists()
 
 
@@ -189,34 +186,30 @@ def test_bad_input_is_a_one_line_error(
     ],
 )
 def test_options_without_effect_are_errors(
-    scored: Path,
-    options: list[str],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, scored: Path, options: list[str], expected: str
 ) -> None:
-    command = ["foretrace", "fit", str(scored), "--tokenizer", "x", "--out", "y", *options]
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    assert expected in capsys.readouterr().err
+    done = run("fit", scored, "--tokenizer", "x", "--out", "y", *options)
+    assert done.code == 2
+    assert expected in done.err
 
 
-def test_name_is_not_parsed_as_markup(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_name_is_not_parsed_as_markup(
+    run: Run, scored: Path, tiny_lm: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "a.safetensors"
     options = ["--score", "rudeness", "--name", "Mia [/cat]", "--out", out]
     done = run("fit", scored, "--tokenizer", tiny_lm, *options)
-    assert "Mia [/cat]" in done.stdout, done.stderr
+    assert "Mia [/cat]" in done.out, done.err
 
 
-def test_another_tokenizer_is_a_one_line_error(scored: Path, tiny_lm: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_a_one_line_error(
+    run: Run, scored: Path, tiny_lm: Path, tmp_path: Path
+) -> None:
     other = write_tiny_lm(tmp_path / "other", word_tokenizer([WORDS[0], *reversed(WORDS[1:])]))
     out = tmp_path / "a.safetensors"
     run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out)
     shown = run("attribute", "show", out, "--tokenizer", other)
-    assert shown.returncode == 1
-    assert "another tokenizer" in shown.stderr
+    assert shown.code == 1
+    assert "another tokenizer" in shown.err
     missing = run("attribute", "show", out, "--tokenizer", tmp_path / "none")
-    assert "cannot be loaded" in missing.stderr
+    assert "There is no file or folder" in missing.err

@@ -3,47 +3,28 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 
-import forked
 from docs_folder import write_docs_folder
-from foretrace import cli
 from foretrace.attribute import Attribute, AttributeStore
+from forked import Run
 from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
-
-
-def run(
-    command: str,
-    *arguments: object,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[int, str, str]:
-    """Run a command in this process, because importing transformers takes seconds."""
-    monkeypatch.setattr(sys, "argv", ["foretrace", command, *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    printed = capsys.readouterr()
-    return int(stopped.value.code or 0), printed.out, printed.err
 
 
 def numbers(text: str) -> list[int]:
     return [int(word) for word in re.findall(r"w(\d+)", text)]
 
 
-def test_expressions_steer(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expressions_steer(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd & ~low", "--prompt", "w1 w2", "--prompt", "", "--json", "--compare"]
     options += ["--strength", "1"]
-    code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    code, out, _ = run("generate", *steered, *options)
     assert code == 0
     first, second = map(json.loads, out.splitlines())
     assert first["prompt"] == "w1 w2"
@@ -59,39 +40,32 @@ def test_expressions_steer(
 
 
 def test_batches_from_a_file_with_several_goals(
-    steered: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, steered: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("w1\nw2 w3 w4\n\nw5\n")
     options = ["--goal", "odd", "--goal", "low", "--strength", 2, "--strength", 1, "--seed", 3]
     options += ["--prompts", tmp_path / "prompts.txt", "--batch-size", 2, "--temperature", 0]
-    code, out, _ = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    code, out, _ = run("generate", *steered, *options)
     assert code == 0
     texts = [line for line in out.splitlines() if line]
     assert [text.split()[0] for text in texts] == ["w1", "w2", "w5"]
     assert all(number % 2 == 1 and number < 32 for text in texts for number in numbers(text)[4:])
     side = ["--prompts", tmp_path / "prompts.txt", "--goal", "odd", "--compare"]
     side += ["--strength", 1]
-    code, out, _ = run("generate", *steered, *side, capsys=capsys, monkeypatch=monkeypatch)
+    code, out, _ = run("generate", *steered, *side)
     assert code == 0
     assert out.count("attribute probability 1.000") >= 3
     assert out.count("nats per token") == 3
 
 
-def test_levels_steer_more_and_more(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_steer_more_and_more(run: Run, steered: list[str]) -> None:
     """Without settings, the level is medium; the attribute is not calibrated, which is printed."""
     options = ["--goal", "odd", "--json", "--max-new-tokens", 20, "--batch-size", 16]
     options += [word for index in range(16) for word in ("--prompt", f"w{index}")]
     prices = {}
     for level in ("mild", "medium", "strong", None):
         named = [] if level is None else ["--level", level]
-        code, out, error = run(
-            "generate", *steered, *options, *named, capsys=capsys, monkeypatch=monkeypatch
-        )
+        code, out, error = run("generate", *steered, *options, *named)
         assert code == 0
         assert error.count("\n") == 1
         assert error.startswith("foretrace: 'odd' was not calibrated")
@@ -113,17 +87,12 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [("Hm.</t>", [], True), ("Hm.", [], False), ("Hm.</t>", ["--window", "4"], True)],
 )
 def test_a_goal_begins_after_a_marker(
-    spelled: list[str],
-    prompt: str,
-    window: list[str],
-    steered: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, spelled: list[str], prompt: str, window: list[str], steered: bool
 ) -> None:
     """Here in the prompt; without it, the text is as bare and has no probability."""
     options = ["--must-contain", "ship", "--after", "</t>", "--prompt", prompt, *window]
     options += ["--json", "--compare", "--max-new-tokens", "8"]
-    code, out, error = run("generate", *spelled, *options, capsys=capsys, monkeypatch=monkeypatch)
+    code, out, error = run("generate", *spelled, *options)
     assert code == 0, error
     row = json.loads(out)
     assert ("ship" in row["text"]) == steered
@@ -140,10 +109,7 @@ def test_a_goal_begins_after_a_marker(
     ],
 )
 def test_required_text_joins_several_goals(
-    spelled: list[str],
-    settings: list[object],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, spelled: list[str], settings: list[object]
 ) -> None:
     """Each goal has its probability, and the required and forbidden texts have one."""
     options = ["--goal", "nontoxic", "--goal", "formal", "--prompt", "hello", "--json"]
@@ -151,9 +117,7 @@ def test_required_text_joins_several_goals(
     if settings[0] == "--strength":  # one product: several goals may require text
         options[3] = 'formal & contains("coast") & ~contains("fool")'
     options += ["--max-new-tokens", "12", "--horizon", "2"]
-    code, out, error = run(
-        "generate", *spelled, *options, *settings, capsys=capsys, monkeypatch=monkeypatch
-    )
+    code, out, error = run("generate", *spelled, *options, *settings)
     assert code == 0, error
     assert not error
     row = json.loads(out)
@@ -163,24 +127,16 @@ def test_required_text_joins_several_goals(
 
 
 @pytest.mark.shows("transformers generate", "streaming")
-def test_streamed_text_equals_the_result(steered: list[str]) -> None:
-    """Run in another process, as streaming prints to the real standard output."""
+def test_streamed_text_equals_the_result(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]
-    streamed, as_json = (
-        forked.run_foretrace("generate", *steered, *options, *more) for more in ([], ["--json"])
-    )
-    assert streamed.returncode == as_json.returncode == 0, streamed.stderr + as_json.stderr
-    row = json.loads(as_json.stdout)
+    streamed, as_json = (run("generate", *steered, *options, *more) for more in ([], ["--json"]))
+    assert streamed.code == as_json.code == 0, streamed.err + as_json.err
+    row = json.loads(as_json.out)
     assert row["text"].startswith(" w")
-    assert streamed.stdout == f"{row['prompt']}{row['text']}\n\n"
+    assert streamed.out == f"{row['prompt']}{row['text']}\n\n"
 
 
-def test_explain_a_given_and_a_generated_text(
-    steered: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_path: Path) -> None:
     page = tmp_path / "why.html"
     shutil.copytree(steered[4], tmp_path / "attributes")
     steered = [*steered[:4], str(tmp_path / "attributes")]
@@ -188,7 +144,7 @@ def test_explain_a_given_and_a_generated_text(
     store.add(Attribute.from_weights(torch.ones(len(WORDS)), name="</script>"))
     options = ["--goal", 'odd & "</script>"', "--goal", "low", "--candidates", 3, "--html", page]
     text = ["--prompt", "w1 w2", "--text", "w3 w40 w5"]
-    code, out, _ = run("explain", *steered, *options, *text, capsys=capsys, monkeypatch=monkeypatch)
+    code, out, _ = run("explain", *steered, *options, *text)
     assert code == 0
     assert out.startswith("w1 w2 w3 w40 w5")
     html = page.read_text()
@@ -197,16 +153,12 @@ def test_explain_a_given_and_a_generated_text(
     assert not re.search(r"https?://", html)
     assert "level medium; price 0." in html
     assert len(re.search(r"prices = \[(.*?)\]", html)[1].split(",")) == 3  # type: ignore[index]
-    code, out, _ = run(
-        "explain", *steered, *options[:6], *text, capsys=capsys, monkeypatch=monkeypatch
-    )
+    code, out, _ = run("explain", *steered, *options[:6], *text)
     assert code == 0
     assert "' w40'" in out
     assert out.count("> ") == 3
     assert re.search(r"mean price: 0\.\d{4} nats per token", out)
-    code, out, _ = run(
-        "explain", *steered, *options[:2], "--prompt", "w1", capsys=capsys, monkeypatch=monkeypatch
-    )
+    code, out, _ = run("explain", *steered, *options[:2], "--prompt", "w1")
     assert code == 0
     assert out.count("> ") >= 1
 
@@ -224,7 +176,7 @@ def test_explain_a_given_and_a_generated_text(
         ),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
         (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
-        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "above 0, not -1"),
+        (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "from 0.01 to 1000, not '-1'"),
         (["--goal", "~odd", "--prompt", "w1", "--strength", "2"], 1, "no strength other than 1"),
         (["--goal", "odd", "--prompt", "w1", "--level", "huge"], 2, "'mild', 'medium', 'strong'"),
         (["--goal", "odd", "--prompt", "w1", "--transform", "1,inf"], 2, "finite shift"),
@@ -234,7 +186,11 @@ def test_explain_a_given_and_a_generated_text(
             2,
             "Pass --strength or --level, not both",
         ),
-        (["--must-contain", "w9", "--prompt", "w1", "--strength", "1"], 2, "that of a --goal"),
+        (
+            ["--must-contain", "w9", "--prompt", "w1", "--strength", "1"],
+            2,
+            "--strength needs a --goal",
+        ),
         (
             ["--goal", "odd", "--prompt", "w1", "--strength", "1", "--strength", "2"],
             2,
@@ -246,32 +202,51 @@ def test_explain_a_given_and_a_generated_text(
     ],
 )
 def test_errors_are_one_line(
-    steered: list[str],
-    options: list[str],
-    code: int,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, steered: list[str], options: list[str], code: int, expected: str
 ) -> None:
-    exit_code, _, error = run(
-        "generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch
-    )
+    exit_code, _, error = run("generate", *steered, *options)
     assert expected in error
     assert exit_code == code
 
 
-def test_strength_is_checked_before_the_lm_is_loaded(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strength", ["1e9", "0.001", "inf", "strong"])
+def test_strengths_that_no_server_takes_are_refused(
+    run: Run, steered: list[str], strength: str
 ) -> None:
+    options = ["--goal", "odd", "--prompt", "w1", "--strength", strength]
+    done = run("generate", *steered, *options)
+    assert (done.code, done.out) == (2, "")
+    assert f"from 0.01 to 1000, not '{strength}'" in done.err
+
+
+def test_errors_follow_no_prompt(run: Run, spelled: list[str]) -> None:
+    """A required text that is longer than the limit is an error before anything is printed."""
+    options = ["--must-contain", "a very long text", "--prompt", "Hm.", "--max-new-tokens", 2]
+    done = run("generate", *spelled, *options)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("foretrace: ")
+
+
+def test_an_empty_prompt_begins_a_new_text(run: Run, steered: list[str]) -> None:
+    options = ["--goal", "odd", "--strength", "1", "--max-new-tokens", 4, "--prompt"]
+    assert "begins a new text" in run("generate", *steered, *options, "").err
+    assert not run("generate", *steered, *options, "w1").err
+
+
+def test_a_missing_folder_is_not_taken_for_a_hub_id(run: Run, steered: list[str]) -> None:
+    done = run("generate", "./nolm", *steered[1:], "--goal", "odd", "--prompt", "w1")
+    assert done.code == 1
+    assert "There is no file or folder ./nolm." in done.err
+
+
+def test_strength_is_checked_before_the_lm_is_loaded(run: Run, steered: list[str]) -> None:
     arguments = ["no-such-lm", *steered[1:], "--goal", "odd", "--prompt", "w1", "--strength", "nan"]
-    code, _, error = run("generate", *arguments, capsys=capsys, monkeypatch=monkeypatch)
+    code, _, error = run("generate", *arguments)
     assert code == 2
-    assert "above 0, not nan" in error
+    assert "from 0.01 to 1000, not 'nan'" in error
 
 
-def test_prompts_are_answered_as_chats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_answered_as_chats(run: Run, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     write_tiny_lm(tmp_path / "lm", tokenizer)
     tiny_hmm(tokenizer).save_pretrained(tmp_path / "hmm")
@@ -285,21 +260,19 @@ def test_prompts_are_answered_as_chats(
     as_chat = ["--chat", *prompts], ["--system", "w5", *prompts], prompts
     texts = []
     for chat in as_chat:
-        code, out, _ = run("generate", *options, *chat, capsys=capsys, monkeypatch=monkeypatch)
+        code, out, _ = run("generate", *options, *chat)
         assert code == 0
         rows = [json.loads(line) for line in out.splitlines()]
         assert [row["prompt"] for row in rows] == ["w1 w2", "w3"]
         texts.append([row["text"] for row in rows])
     assert texts[0] != texts[1] != texts[2] != texts[0]  # the LM reads other prompts
-    code, out, _ = run("generate", *options, "--chat", capsys=capsys, monkeypatch=monkeypatch)
+    code, out, _ = run("generate", *options, "--chat")
     assert code == 0
     assert out.splitlines()[0] == "w1 w2"
 
 
-def test_a_chat_needs_a_template(
-    steered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_needs_a_template(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd", "--prompt", "w1", "--chat"]
-    code, _, err = run("generate", *steered, *options, capsys=capsys, monkeypatch=monkeypatch)
+    code, _, err = run("generate", *steered, *options)
     assert code == 1
     assert "no chat template" in err

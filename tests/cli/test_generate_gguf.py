@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("llama_cpp", reason="needs the extra `llama-cpp`")
 
-from foretrace import cli
 from foretrace.hmm import HMM
+from forked import Done, Run
 
 pytestmark = pytest.mark.llama_cpp
 
@@ -18,29 +17,21 @@ HMM_FOLDER = str(EXAMPLES / "smollm2-135m")
 
 
 @pytest.fixture
-def run(
-    smollm2_gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Run the command; return its exit code, output and errors."""
+def generate(run: Run, smollm2_gguf: Path) -> Run:
+    """Generate eight tokens with the GGUF file."""
 
-    def run(*options: str, hmm: str = HMM_FOLDER) -> tuple[int, str, str]:
-        arguments = [str(smollm2_gguf), "--hmm", hmm, "--attributes", str(EXAMPLES / "attributes")]
-        arguments += ["--max-new-tokens", "8", *options]
-        monkeypatch.setattr("sys.argv", ["foretrace", "generate", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), printed.out, printed.err
+    def generate(*options: str, hmm: str = HMM_FOLDER) -> Done:
+        folders = ["--hmm", hmm, "--attributes", str(EXAMPLES / "attributes")]
+        return run("generate", smollm2_gguf, *folders, "--max-new-tokens", "8", *options)
 
-    return run
+    return generate
 
 
-def test_texts_are_compared_with_their_prices(run: Any) -> None:
+def test_texts_are_compared_with_their_prices(generate: Run) -> None:
     options = ["--prompt", "The film was", "--prompt", "", "--goal", "positive & ~political"]
     options += ["--must-contain", "lighthouse", "--level", "strong", "--top-p", "0.9"]
     options += ["--temperature", "0.8", "--json", "--compare"]
-    code, out, error = run(*options, "--seed", "3")
+    code, out, error = generate(*options, "--seed", "3")
     assert code == 0, error
     assert not error
     rows = [json.loads(line) for line in out.splitlines()]
@@ -51,17 +42,17 @@ def test_texts_are_compared_with_their_prices(run: Any) -> None:
         assert row["probability"][1] == 1.0
         assert row["price"] > 0
         assert "price" not in row["bare"]
-    assert run(*options, "--seed", "3")[1] == out
-    assert run(*options, "--seed", "4")[1] != out
+    assert generate(*options, "--seed", "3")[1] == out
+    assert generate(*options, "--seed", "4")[1] != out
 
 
-def test_texts_stand_side_by_side_and_chats_are_answered(run: Any) -> None:
+def test_texts_stand_side_by_side_and_chats_are_answered(generate: Run) -> None:
     options = ["--prompt", "Say something nice.", "--goal", "positive", "--temperature", "0"]
-    code, out, error = run(*options, "--chat", "--compare")
+    code, out, error = generate(*options, "--chat", "--compare")
     assert code == 0, error
     assert out.count("nats per token") >= 1
-    code, streamed, _ = run(*options, "--system", "Be brief.")
-    _, as_json, _ = run(*options, "--system", "Be brief.", "--json")
+    code, streamed, _ = generate(*options, "--system", "Be brief.")
+    _, as_json, _ = generate(*options, "--system", "Be brief.", "--json")
     assert code == 0
     assert streamed == f"Say something nice.\n{json.loads(as_json)['text']}\n\n"
 
@@ -74,29 +65,24 @@ def test_texts_stand_side_by_side_and_chats_are_answered(run: Any) -> None:
     ],
 )
 def test_options_without_a_counterpart_are_refused(
-    run: Any, options: list[str], expected: str
+    generate: Run, options: list[str], expected: str
 ) -> None:
-    code, _, error = run("--prompt", "a", "--goal", "positive", *options)
+    code, _, error = generate("--prompt", "a", "--goal", "positive", *options)
     assert code == 2
     assert expected in error
 
 
-def test_an_hmm_of_another_tokenizer_is_refused(run: Any, tmp_path: Path) -> None:
+def test_an_hmm_of_another_tokenizer_is_refused(generate: Run, tmp_path: Path) -> None:
     from dataclasses import replace
 
     hmm = HMM.random(4, 49152, eos_token_id=0)
     config = replace(hmm.config, tokenizer_fingerprint="sha256:0")
     HMM(hmm.initial, hmm.transition, hmm.emission, config).save_pretrained(tmp_path)
-    code, _, error = run("--prompt", "a", "--goal", "positive", hmm=str(tmp_path))
+    code, _, error = generate("--prompt", "a", "--goal", "positive", hmm=str(tmp_path))
     assert code == 1
     assert "was made with another tokenizer" in error
 
 
-def test_commands_that_need_transformers_say_so(
-    smollm2_gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["explain", str(smollm2_gguf), "--hmm", HMM_FOLDER, "--goal", "positive"]
-    monkeypatch.setattr("sys.argv", ["foretrace", *arguments, "--prompt", "a"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "only `foretrace generate` and `foretrace distill`" in capsys.readouterr().err
+def test_commands_that_need_transformers_say_so(run: Run, smollm2_gguf: Path) -> None:
+    done = run("explain", smollm2_gguf, "--hmm", HMM_FOLDER, "--goal", "positive", "--prompt", "a")
+    assert "only `foretrace generate` and `foretrace distill`" in done.err

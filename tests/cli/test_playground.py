@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
+from foretrace.cli.explain import TokenTable
 from foretrace.cli.goal_options import GoalSettings
-from foretrace.cli.playground.backend import PlaygroundResult
-from foretrace.cli.playground.comparison import text_section
-from foretrace.cli.playground.local_backend import _settings
-from foretrace.cli.playground.page import SIDES, _parse_request
-from foretrace.cli.playground.server_backend import _steering_params
-from foretrace.cli.token_table import TokenTable
+from foretrace.cli.playground.backends import PlaygroundResult
+from foretrace.cli.playground.page import SIDES, parse_request, text_section
 from foretrace.engines.transformers.explain import Candidate, Choice
 from foretrace.errors import InvalidInputError
 from server import serving
@@ -48,11 +45,20 @@ OVERLAPPING = """() => {
 
 
 @pytest.fixture(scope="module")
-def playground(steered: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a playground with a tiny LM."""
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a playground with a tiny LM that answers chats."""
     pytest.importorskip("gradio", reason="needs the extra `playground`")
-    command = [sys.executable, "-m", "foretrace", "playground", *steered]
-    with serving(command, tmp_path_factory.mktemp("playground") / "log", ready="/") as address:
+    folder, tokenizer = tmp_path_factory.mktemp("playground"), chat_tokenizer()
+    write_tiny_lm(folder / "lm", tokenizer)
+    tiny_hmm(tokenizer).save_pretrained(folder / "hmm")
+    store = AttributeStore(folder / "attributes")
+    words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    number = torch.tensor([int(word[1:]) if word.startswith("w") else 0 for word in words])
+    for name, holds in {"odd": number % 2 == 1, "low": number < 32}.items():
+        store.add(Attribute.from_weights(holds.float().clamp_min(1e-6), name=name))
+    command = [sys.executable, "-m", "foretrace", "playground", folder / "lm", "--hmm"]
+    command += [folder / "hmm", "--attributes", store.folder]
+    with serving(command, folder / "log", ready="/") as address:
         yield address
 
 
@@ -129,25 +135,29 @@ def test_levels_are_chosen_on_the_page(playground: str, browser: Any) -> None:
 def test_the_server_gets_level_strength_or_transform(
     values: tuple[str, str, str], expected: dict[str, object]
 ) -> None:
-    request = _parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
-    assert _steering_params(request) == {"goal": "odd", **expected, "neutral_end": True}
+    request = parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
+    assert request.params() == {"goal": "odd", **expected, "neutral_end": True}
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [(("medium", "2", "1,0"), "not both"), (("medium", "-1", ""), "above 0")],
+    [
+        (("medium", "2", "1,0"), "not both"),
+        (("medium", "1e9", ""), "from 0.01 to 1000"),
+        (("medium", "x", ""), "a number"),
+    ],
 )
 def test_wrong_values_of_the_form(values: tuple[str, str, str], expected: str) -> None:
     with pytest.raises(InvalidInputError, match=expected):
-        _parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
+        parse_request("w1", "odd", *values, 64, True, 40, 1.0, 0)
 
 
 def test_the_local_backend_takes_the_settings_of_the_form() -> None:
-    request = _parse_request("w1", "odd", "medium", "", "10,-3", 64, False, 40, 1.0, 0)
-    assert _settings(request).transforms == [LogitAffine(10.0, -3.0)]
-    assert not _settings(request).neutral_end
-    request = _parse_request("w1", "odd", "mild", "", "", 64, True, 40, 1.0, 0)
-    assert _settings(request) == GoalSettings([None], "mild")
+    request = parse_request("w1", "odd", "medium", "", "10,-3", 64, False, 40, 1.0, 0)
+    assert request.settings().transforms == [LogitAffine(10.0, -3.0)]
+    assert not request.settings().neutral_end
+    request = parse_request("w1", "odd", "mild", "", "", 64, True, 40, 1.0, 0)
+    assert request.settings() == GoalSettings([None], "mild")
 
 
 def submit(page: Any, goal: str) -> None:
@@ -198,32 +208,21 @@ def test_texts_are_escaped() -> None:
     assert "&lt;u&gt;1" in html
 
 
-def test_a_conversation_keeps_each_sides_answers(browser: Any, tmp_path: Path) -> None:
+def test_a_conversation_keeps_each_sides_answers(playground: str, browser: Any) -> None:
     """The user's messages go to both sides, which answer in conversations of their own."""
-    pytest.importorskip("gradio", reason="needs the extra `playground`")
-    tokenizer = chat_tokenizer()
-    write_tiny_lm(tmp_path / "lm", tokenizer)
-    tiny_hmm(tokenizer).save_pretrained(tmp_path / "hmm")
-    weights = torch.full((len(tokenizer),), 1e-6)
-    weights[-5:] = 1.0
-    AttributeStore(tmp_path / "attributes").add(Attribute.from_weights(weights, name="late"))
-    files = [str(tmp_path / name) for name in ("lm", "hmm", "attributes")]
-    command = [sys.executable, "-m", "foretrace", "playground", files[0], "--hmm", files[1]]
-    command += ["--attributes", files[2]]
-    with serving(command, tmp_path / "log", ready="/") as address:
-        page = browser.new_page()
-        page.goto(address)
-        page.get_by_label("Chat").check()
-        for turn in (1, 2):
-            submit(page, "late")
-            page.wait_for_function(
-                f"document.querySelectorAll('.steered.explained .user').length == {turn}"
-            )
-        answers = [page.locator(f".{side} .assistant").all_inner_texts() for side in SIDES]
-        assert [len(texts) for texts in answers] == [1, 1]
-        assert answers[0] != answers[1]
-        page.get_by_label("Chat").uncheck()
-        submit(page, "late")
-        page.wait_for_selector(".steered.explained .prompt")
-        assert page.locator(".user").count() == 0
-        page.close()
+    page = browser.new_page()
+    page.goto(playground)
+    page.get_by_label("Chat").check()
+    for turn in (1, 2):
+        submit(page, "odd")
+        page.wait_for_function(
+            f"document.querySelectorAll('.steered.explained .user').length == {turn}"
+        )
+    answers = [page.locator(f".{side} .assistant").all_inner_texts() for side in SIDES]
+    assert [len(texts) for texts in answers] == [1, 1]
+    assert answers[0] != answers[1]
+    page.get_by_label("Chat").uncheck()
+    submit(page, "odd")
+    page.wait_for_selector(".steered.explained .prompt")
+    assert page.locator(".user").count() == 0
+    page.close()

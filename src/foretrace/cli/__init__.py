@@ -1,6 +1,7 @@
-"""The command line: one module per command. Commands import heavy packages when they run."""
+"""The command line. Commands import heavy packages when they run."""
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -9,14 +10,11 @@ from foretrace.cli import (
     calibrate,
     distill,
     doctor,
-    em,
     evaluate,
     explain,
-    fidelity,
     fit,
     generate,
     hmm,
-    judge,
     playground,
     serve,
 )
@@ -29,19 +27,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=distill.EPILOG)(distill.distill)
-app.command(epilog=em.EPILOG)(em.em)
+app.command(epilog=distill.EM_EPILOG)(distill.em)
 app.command(epilog=fit.EPILOG)(fit.fit)
 app.command(epilog=calibrate.EPILOG)(calibrate.calibrate)
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command(epilog=fidelity.EPILOG)(fidelity.fidelity)
+app.command(epilog=evaluate.FIDELITY_EPILOG)(evaluate.fidelity)
 app.command(epilog=serve.EPILOG, context_settings=serve.CONTEXT)(serve.serve)
 app.command(epilog=playground.EPILOG)(playground.playground)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
-app.add_typer(judge.app, name="judge")
+app.add_typer(evaluate.judge, name="judge")
 
 
 def _print_version(requested: bool) -> None:
@@ -61,10 +59,10 @@ def options(
     """Steer language models at decode time."""
 
 
-def main() -> None:
-    """Run the command line; print errors of foretrace as one line, without a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command, by default of this process; print errors as one line, without a traceback."""
     try:
-        app()
+        app(arguments)
     except (ForetraceError, OSError) as error:
         typer.secho(f"foretrace: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)

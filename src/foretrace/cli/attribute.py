@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretrace.cli.model_loading import load_tokenizer
+from foretrace.cli.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

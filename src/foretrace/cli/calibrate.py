@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.cli.model_loading import load_lm
-from foretrace.cli.progress import ProgressBars
-from foretrace.cli.prompts import read_prompts
+from foretrace.cli.loading import load_lm, read_prompts
+from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
     from foretrace.engines.transformers.calibration import CalibratedLevel, SteeredRuns

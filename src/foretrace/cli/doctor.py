@@ -47,7 +47,7 @@ def doctor(
         "platform": platform.platform(),
         "devices": _devices(),
         "dtypes": _dtypes(),
-        "advice": _thread_advice(os.cpu_count() or 1, _count_torch_processes(), os.environ),
+        "advice": thread_advice(os.cpu_count() or 1, _count_torch_processes(), os.environ),
         "extras": _extras(packages),
         "packages": [asdict(package) for package in packages],
         "enumeration": error,
@@ -143,7 +143,7 @@ def _count_torch_processes() -> int:
     return count
 
 
-def _thread_advice(cores: int, torch_processes: int, environment: Mapping[str, str]) -> list[str]:
+def thread_advice(cores: int, torch_processes: int, environment: Mapping[str, str]) -> list[str]:
     """Return settings that keep processes from competing for the cores."""
     advice = []
     if torch_processes and "OMP_NUM_THREADS" not in environment:

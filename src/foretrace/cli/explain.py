@@ -1,22 +1,36 @@
 """`foretrace explain`: show why each token was chosen, as a table or as an HTML page."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.resources import files
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from string import Template
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.cli.model_loading import load_lm
+from foretrace.cli.loading import load_lm
 
 if TYPE_CHECKING:
-    from foretrace.cli.token_table import TokenTable
-    from foretrace.engines.transformers.explain import Candidate
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foretrace.engines.transformers.explain import Candidate, Choice
+    from foretrace.steering import Goal
 
 EPILOG = (
     "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic "
     "--prompt 'The other driver said' --html why.html"
 )
+LOW_COLOR, HIGH_COLOR, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
+LINE_COLORS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
+CHART_WIDTH, CHART_HEIGHT = 720, 150  # in SVG units, as in the template's viewBox
+AXIS, RELATIVE_AXIS = ("1", "0.5", "0"), ("high", "mean", "low")
+RELATIVE = ". The EAP of evidence is divided by this mean: above 1, the token speaks for the goal"
 
 
 def explain(
@@ -49,9 +63,7 @@ def explain(
     dtype: goal_options.Dtype = "auto",
 ) -> None:
     """Show the LM's probability, the EAP, the steered probability and the price of each token."""
-    from foretrace.cli.explain_page import PageHeader, write_page
     from foretrace.cli.text_generator import TextGenerator
-    from foretrace.cli.token_table import explain_tokens
     from foretrace.engines.transformers import encode_prompts
 
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal))
@@ -92,7 +104,7 @@ def explain(
     else:
         typer.secho(prompt, bold=True, nl=False)
         typer.echo("".join(table.pieces))
-        write_page(html, table, PageHeader(prompt, goal, settings.description))
+        write_page(html, table, prompt, goal, settings.description)
         typer.echo(f"written to {html}")
 
 
@@ -123,3 +135,173 @@ def _print(table: "TokenTable", goals: Sequence[str]) -> None:
 
 def _probabilities(candidate: "Candidate") -> list[str]:
     return [f"{value:.4f}" for value in (candidate.lm, *candidate.eap, candidate.steered)]
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """A generated text, token by token."""
+
+    pieces: Sequence[str]
+    """The text that each token adds."""
+    choices: "Sequence[Choice]"
+    """The candidates at each position, with their probabilities."""
+    token_text: Callable[[int], str]
+    """Returns the text that a candidate token would add."""
+    relative: frozenset[int] = frozenset()
+    """The goals with evidence, whose EAP is relative to its mean over the LM's next tokens."""
+
+    @property
+    def mean_price(self) -> float:
+        """The mean price of steering over the positions, in nats per token."""
+        return sum(choice.price for choice in self.choices) / len(self.choices)
+
+    def on_scale(self, goal: int, eap: float) -> float:
+        """Return an EAP as a number from 0 to 1; 0.5 is the mean of a relative one."""
+        return eap / (1 + eap) if goal in self.relative else eap
+
+    def shade(self, position: int) -> float:
+        """Return how well the token at a position meets the goals, from 0 to 1."""
+        eaps = self.choices[position].written.eap
+        return prod(self.on_scale(goal, eap) for goal, eap in enumerate(eaps))
+
+
+def explain_tokens(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    goals: "Sequence[Goal]",
+    *,
+    max_new_tokens: int | None,
+    candidates: int,
+) -> TokenTable:
+    """Explain each token after a prompt; `max_new_tokens` is the limit at generation."""
+    from foretrace.engines.transformers import decode_after, stop_tokens
+    from foretrace.engines.transformers.explain import explain
+
+    @cache
+    def token_text(token_id: int) -> str:
+        text: str = decode_after(tokenizer, prompt_ids, [token_id])
+        return text or str(tokenizer.decode([token_id]))  # special tokens add no text
+
+    choices = explain(
+        lm,
+        prompt_ids,
+        token_ids,
+        goals,
+        max_new_tokens=max_new_tokens,
+        ends=stop_tokens(lm.generation_config, ()),
+        candidates=candidates,
+    )
+    pieces = split_text(lambda prefix: decode_after(tokenizer, prompt_ids, prefix), token_ids)
+    relative = (index for index, goal in enumerate(goals) if goal.lookahead.attribute.evidence)
+    return TokenTable(pieces, choices, token_text, frozenset(relative))
+
+
+def split_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Split a text into one piece per token.
+
+    A token that ends within a multi-byte character adds an empty piece. The token that completes
+    the character adds it.
+    """
+    pieces, shown = [], ""
+    for count in range(1, len(token_ids) + 1):
+        text = decode(token_ids[:count])
+        complete = count == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        pieces.append(text.removeprefix(shown) if complete else "")
+        shown = text if complete else shown
+    return pieces
+
+
+def write_page(
+    path: Path, table: TokenTable, prompt: str, goals: Sequence[str], settings: str
+) -> None:
+    """Write the text colored by EAP, a chart of the EAP, and the candidates per position."""
+    from foretrace._io import atomic_write
+
+    pieces, choices = table.pieces, table.choices
+    positions = [_candidate_rows(choice, table.token_text) for choice in choices]
+    axis = RELATIVE_AXIS if table.relative else AXIS
+    headings = [
+        f"{goal} / mean" if index in table.relative else goal for index, goal in enumerate(goals)
+    ]
+    template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
+    page = Template(template).substitute(
+        goals=escape(", ".join(goals)),
+        settings=escape(f"{settings}; price {table.mean_price:.4f} nats per token"),
+        prompt=escape(prompt),
+        text="".join(_token_html(table, position) for position in range(len(pieces))),
+        chart=_chart(table, goals),
+        legend=_legend(goals),
+        axis="".join(f"<span>{label}</span>" for label in axis),
+        relative=RELATIVE if table.relative else "",
+        headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in headings),
+        positions=json.dumps(positions, ensure_ascii=False).replace("<", "\\u003c"),
+        prices=json.dumps([round(choice.price, 6) for choice in choices]),
+    )
+    with atomic_write(path) as scratch:
+        scratch.write_text(page, "utf-8")
+
+
+def _candidate_rows(choice: "Choice", token_text: Callable[[int], str]) -> list[Any]:
+    """Return the candidates in the format that the page's script expects."""
+    return [
+        [
+            token_text(candidate.token),
+            *(round(value, 6) for value in (candidate.lm, *candidate.eap, candidate.steered)),
+            candidate is choice.written,
+        ]
+        for candidate in choice.candidates
+    ]
+
+
+def _token_html(table: TokenTable, position: int) -> str:
+    red, green, blue = eap_color(table.shade(position))
+    return (
+        f'<span class="token" tabindex="0" data-position="{position}" '
+        f'style="background:rgb({red},{green},{blue})">{escape(table.pieces[position])}</span>'
+    )
+
+
+def eap_color(probability: float) -> tuple[int, ...]:
+    """Return an RGB color from orange (0) over white (0.5) to blue (1), behind black text."""
+    end = HIGH_COLOR if probability > 0.5 else LOW_COLOR
+    share = 0.7 * abs(2 * probability - 1)
+    return tuple(
+        round((1 - share) * light + share * dark) for light, dark in zip(WHITE, end, strict=True)
+    )
+
+
+def _chart(table: TokenTable, goals: Sequence[str]) -> str:
+    """Draw each goal's EAP after every token (solid) and before it (dashed)."""
+    choices = table.choices
+    step = CHART_WIDTH / max(1, len(choices) - 1)
+
+    def line(values: Sequence[float], style: str) -> str:
+        visible = [*values, *values] if len(values) == 1 else values  # a single point is invisible
+        points = " ".join(
+            f"{position * step:.1f},{(1 - value) * CHART_HEIGHT:.1f}"
+            for position, value in enumerate(visible)
+        )
+        return f'<polyline points="{points}" {style}/>'
+
+    shapes = []
+    for goal in range(len(goals)):
+        stroke = f'stroke="{LINE_COLORS[goal % len(LINE_COLORS)]}"'
+        before = [table.on_scale(goal, choice.expected[goal]) for choice in choices]
+        after = [table.on_scale(goal, choice.written.eap[goal]) for choice in choices]
+        shapes += [line(before, f'{stroke} class="before"'), line(after, stroke)]
+    shapes += [
+        f'<line class="position" data-position="{position}" x1="{position * step:.1f}" '
+        f'x2="{position * step:.1f}" y1="0" y2="{CHART_HEIGHT}"/>'
+        for position in range(len(choices))
+    ]
+    return "".join(shapes)
+
+
+def _legend(goals: Sequence[str]) -> str:
+    return "".join(
+        f'<span><i style="background:{LINE_COLORS[index % len(LINE_COLORS)]}"></i>'
+        f"{escape(goal)}</span>"
+        for index, goal in enumerate(goals)
+    )

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretrace.cli.attribute import describe
-from foretrace.cli.device import choose_device
-from foretrace.cli.hub import skip_retries_if_unreachable
-from foretrace.cli.model_loading import load_tokenizer
-from foretrace.cli.progress import ProgressBars
+from foretrace.cli.loading import choose_device, find_model, load_tokenizer
+from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
     from foretrace.attribute import Attribute, FitConfig
@@ -147,9 +145,9 @@ def fit(
         source["score"] = score
     else:
         if ":" not in judge:
-            skip_retries_if_unreachable(judge)
+            find_model(judge)
         if encoder is not None:
-            skip_retries_if_unreachable(encoder)
+            find_model(encoder)
         loaded_judge = load_judge(
             judge,
             label=label,

@@ -9,10 +9,8 @@ import typer
 
 from foretrace.chat import Prompt, as_messages
 from foretrace.cli import goal_options
-from foretrace.cli.device import choose_device
 from foretrace.cli.llama_generator import LlamaGenerator, load_gguf_tokenizer
-from foretrace.cli.model_loading import load_lm
-from foretrace.cli.prompts import read_prompts
+from foretrace.cli.loading import choose_device, load_lm, read_prompts
 from foretrace.cli.text_generator import Generation, TextGenerator
 from foretrace.gguf import is_gguf
 
@@ -81,6 +79,8 @@ def generate(
         raise typer.BadParameter("Pass --goal, --must-contain or --must-not-contain.")
     if not texts:
         raise typer.BadParameter("Pass a prompt: --prompt TEXT, or --prompts FILE.")
+    if "" in texts:
+        typer.echo("A prompt is empty: its continuation begins a new text.", err=True)
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
     lm = None
     if is_gguf(model):
@@ -138,19 +138,19 @@ def _require_llama_options(batch_size: int, dtype: str) -> None:
 
 def _print_texts(generator: Generator, prompts: Sequence[Prompt], seed: int, _: bool) -> None:
     """Print each prompt with its continuation; stream the text of a single prompt."""
-    shown = ""
+    shown: str | None = None
 
     def print_new(text: str) -> None:
         nonlocal shown
-        typer.echo(text.removeprefix(shown), nl=False)
+        if shown is None:  # generation has begun: an error would have been printed before
+            typer.secho(_shown(prompts[0]), bold=True, nl=False)
+        typer.echo(text.removeprefix(shown or ""), nl=False)
         shown = text
 
-    single = len(prompts) == 1
-    if single:
-        typer.secho(_shown(prompts[0]), bold=True, nl=False)
-    generations = generator.generate(prompts, seed, on_text=print_new if single else None)
-    if single:
-        typer.echo(generations[0].text.removeprefix(shown) + "\n")
+    generations = generator.generate(prompts, seed, on_text=print_new)
+    if len(prompts) == 1:
+        print_new(generations[0].text)
+        typer.echo("\n")
         return
     for prompt, generation in zip(prompts, generations, strict=True):
         typer.secho(_shown(prompt), bold=True, nl=False)

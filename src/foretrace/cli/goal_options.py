@@ -60,9 +60,10 @@ Levels = Annotated[
     ),
 ]
 Strengths = Annotated[
-    list[float] | None,
+    list[str] | None,
     typer.Option(
         "--strength",
+        metavar="NUMBER",
         help="The exponent of a goal's attributes, instead of a level. One value for all goals, or "
         "one per goal.",
     ),
@@ -147,7 +148,7 @@ class GoalSettings:
 
 
 def check_settings(
-    strengths: list[float] | None,
+    strengths: list[str] | None,
     level: Level | None,
     transforms: list[str] | None,
     neutral_end: bool,
@@ -160,24 +161,38 @@ def check_settings(
     given = [option for option, value in named.items() if value]
     if len(given) > 1:
         raise typer.BadParameter(f"Pass {' or '.join(given)}, not both.")
-    if transforms:
+    if strengths and not goals:
+        raise typer.BadParameter("--strength needs a --goal, which is missing.")
+    try:
+        parsed_transforms = [parse_transform(text) for text in transforms or ()]
+        parsed_strengths = [parse_strength(text) for text in strengths or ()]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from error
+    if parsed_transforms:
         count = goals or 1  # required and forbidden texts alone are one goal
-        try:
-            parsed = [parse_transform(text) for text in transforms]
-        except InvalidInputError as error:
-            raise typer.BadParameter(str(error)) from error
-        parsed = _one_per_goal(parsed, count, given[0])
-        return GoalSettings([None] * count, transforms=parsed, neutral_end=neutral_end)
-    if not strengths:
-        return GoalSettings([None] * goals, level or Level.MEDIUM, neutral_end=neutral_end)
-    if not goals:
-        raise typer.BadParameter("--strength is that of a --goal, which is missing.")
-    if wrong := [value for value in strengths if not 0 < value < float("inf")]:
-        raise typer.BadParameter(
-            f"--strength must be a finite number above 0, not {wrong[0]:g}. To steer away from an "
-            f"attribute, negate it: --goal '~name'."
+        parsed_transforms = _one_per_goal(parsed_transforms, count, given[0])
+        return GoalSettings([None] * count, transforms=parsed_transforms, neutral_end=neutral_end)
+    if parsed_strengths:
+        parsed_strengths = _one_per_goal(parsed_strengths, goals, given[0])
+        return GoalSettings(parsed_strengths, neutral_end=neutral_end)
+    return GoalSettings([None] * goals, level or Level.MEDIUM, neutral_end=neutral_end)
+
+
+def parse_strength(text: str) -> float:
+    """Parse a strength within the limits of the server."""
+    from foretrace.engines.vllm.params import MAX_STRENGTH, MIN_STRENGTH
+    from foretrace.errors import InvalidInputError
+
+    try:
+        strength = float(text)
+    except ValueError:
+        strength = float("nan")
+    if not MIN_STRENGTH <= strength <= MAX_STRENGTH:
+        raise InvalidInputError(
+            f"A strength is a number from {MIN_STRENGTH:g} to {MAX_STRENGTH:g}, not '{text[:40]}'. "
+            f"To steer away from an attribute, negate it: '~name'."
         )
-    return GoalSettings(_one_per_goal(strengths, goals, given[0]), neutral_end=neutral_end)
+    return strength
 
 
 def parse_transform(text: str) -> "LogitAffine":

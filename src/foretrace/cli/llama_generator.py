@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def load_gguf_tokenizer(file: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a GGUF file, for use as one of transformers."""
-    from foretrace.cli.log_warnings import print_warnings
+    from foretrace.cli.terminal import print_warnings
     from foretrace.gguf import GGUFTokenizer
 
     print_warnings()

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.cli.device import choose_device, choose_dtype
-from foretrace.cli.hub import skip_retries_if_unreachable
+from foretrace.cli.loading import choose_device, choose_dtype, find_model
 from foretrace.errors import InvalidInputError
 
 EPILOG = "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000"
@@ -43,7 +42,7 @@ def serve(
 
     _require_vllm()
     _check_vllm_options(context.args)
-    skip_retries_if_unreachable(model)
+    find_model(model)
     loaded_hmm = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
     settings = Settings(

@@ -18,8 +18,7 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 import foretrace as ft
 from foretrace.attribute import Attribute
 from foretrace.chat import as_messages
-from foretrace.cli.playground.backend import PlaygroundRequest
-from foretrace.cli.playground.server_backend import ServerBackend
+from foretrace.cli.playground.backends import PlaygroundRequest, ServerBackend
 from foretrace.engines.transformers import generate_tokens
 from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings

@@ -9,7 +9,7 @@ from foretrace.cli import goal_options
 from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from foretrace.cli.playground.backend import Backend
+    from foretrace.cli.playground.backends import Backend
 
 EPILOG = "Example: foretrace playground my-lm --hmm my-hmm --attributes attributes"
 
@@ -40,9 +40,8 @@ def playground(
 def _load_backend(
     model: str, hmm: str | None, attributes: Path, device: str, dtype: str
 ) -> "Backend":
-    from foretrace.cli.model_loading import load_lm
-    from foretrace.cli.playground.local_backend import LocalBackend
-    from foretrace.cli.playground.server_backend import ServerBackend
+    from foretrace.cli.loading import load_lm
+    from foretrace.cli.playground.backends import LocalBackend, ServerBackend
 
     if model.startswith(("http://", "https://")):
         if hmm is not None:

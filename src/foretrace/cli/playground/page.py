@@ -5,24 +5,29 @@ from dataclasses import replace
 from functools import partial
 from html import escape
 from importlib.resources import files
-from math import inf, nan
+from math import prod
 from queue import Queue
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 import typer
 
-from foretrace.chat import Messages
-from foretrace.cli.playground.backend import Backend, PlaygroundRequest, PlaygroundResult
-from foretrace.cli.playground.comparison import side_by_side, text_section
+from foretrace.chat import Messages, Prompt
+from foretrace.cli.explain import TokenTable, eap_color
+from foretrace.cli.goal_options import Level, parse_strength
+from foretrace.cli.playground.backends import Backend, PlaygroundRequest, PlaygroundResult
 from foretrace.errors import ForetraceError, InvalidInputError
 
 TITLE = "# foretrace\nThe same language model with and without steering."
 HINT = 'An attribute, or an expression: nontoxic & ~formal, contains("refund").'
 SIDES = ("bare", "steered")
-LEVELS = ["mild", "medium", "strong"]
 MIN_WIDTH = 250  # pixels of an element in a row; elements that do not fit wrap
 GENERATION_LOCK = Lock()  # texts share torch's global random number generator
+SCALE = (
+    '<p class="soft">Color: expected attribute probability (EAP) after the token, low '
+    '<span class="scale"></span> high</p>'
+)
+TOKEN_HINT = '<p class="hint">Point at a token, or tap it, to see the other candidates.</p>'
 
 
 def launch(backend: Backend, host: str, port: int) -> None:
@@ -72,7 +77,7 @@ def build_page(gradio: Any, backend: Backend) -> Any:
                 min_width=MIN_WIDTH,
             )
             level = gradio.Radio(
-                LEVELS,
+                list(Level),
                 value="medium",
                 label="Level",
                 info="How strongly to steer.",
@@ -135,7 +140,7 @@ def compare(
     `values` are the fields of `PlaygroundRequest`, in their order.
     """
     try:
-        request = _parse_request(*values)
+        request = parse_request(*values)
         message = str(request.prompt)
         requests = dict.fromkeys(SIDES, request)
         if chat:  # every turn has its own random numbers: the same ones tend to repeat an answer
@@ -168,7 +173,7 @@ def _messages(turns: Sequence[Turn], side: str, message: str) -> Messages:
     return [*messages, {"role": "user", "content": message}]
 
 
-def _parse_request(
+def parse_request(
     prompt: str, goal: str | None, level: str, strength: str, transform: str, *numbers: Any
 ) -> PlaygroundRequest:
     """Build a request from the form's values; an empty number field has the value None."""
@@ -180,19 +185,13 @@ def _parse_request(
     if strength and transform:
         raise InvalidInputError("Give a strength or a transform, not both: look under More.")
     return PlaygroundRequest(
-        prompt or "", str(goal), level, _parse_strength(strength), transform, *numbers
+        prompt or "",
+        str(goal),
+        level,
+        parse_strength(strength) if strength else None,
+        transform,
+        *numbers,
     )
-
-
-def _parse_strength(text: str) -> float | None:
-    """Return the number in a field; None if it is empty."""
-    try:
-        strength = float(text) if text else None
-    except ValueError:
-        strength = nan
-    if strength is not None and not 0 < strength < inf:
-        raise InvalidInputError(f"A strength must be a number above 0, not '{text[:40]}'.")
-    return strength
 
 
 def _stream(
@@ -226,3 +225,57 @@ def _stream(
         yield message
     finally:
         closed.set()
+
+
+def side_by_side(*sections: str) -> str:
+    """Put sections next to each other, or below each other on a narrow page."""
+    scale = SCALE if any(TOKEN_HINT in section for section in sections) else ""
+    return f'<div class="pair">{"".join(sections)}</div>{scale}'
+
+
+def text_section(title: str, prompt: Prompt, result: PlaygroundResult) -> str:
+    """Render a generated text after its prompt; if it is explained, token by token."""
+    table = result.table
+    text = escape(result.text)
+    if table is not None:
+        text = "".join(_token_html(table, position) for position in range(len(table.pieces)))
+    facts = []
+    if result.probability is not None:
+        facts.append(f"attribute probability {result.probability:.3f}")
+    if result.price is not None:
+        facts.append(f"price {result.price:.3f} nats per token")
+    heading = f"{title}: {', '.join(facts)}" if facts else title
+    return (
+        f'<section class="{title}{" explained" if table else ""}"><h3>{heading}</h3>'
+        f'<div class="text">{_prompt_html(prompt)}{text}</div>'
+        f"{TOKEN_HINT if table else ''}</section>"
+    )
+
+
+def _prompt_html(prompt: Prompt) -> str:
+    """Render a text, or the messages of a chat below each other."""
+    if isinstance(prompt, str):
+        return f'<span class="prompt">{escape(prompt)}</span>'
+    return "".join(
+        f'<div class="{escape(message["role"])}">{escape(message["content"])}</div>'
+        for message in prompt
+    )
+
+
+def _token_html(table: TokenTable, position: int) -> str:
+    choice = table.choices[position]
+    red, green, blue = eap_color(table.shade(position))
+    rows = "".join(
+        f"<tr class={'written' if candidate is choice.written else 'other'}>"
+        f"<td>{escape(repr(table.token_text(candidate.token)))}</td>"
+        f"<td>{candidate.lm:.3f}</td><td>{prod(candidate.eap):.3f}</td>"
+        f"<td>{candidate.steered:.3f}</td></tr>"
+        for candidate in choice.candidates
+    )
+    return (
+        f'<span class="token" tabindex="0" style="background:rgb({red},{green},{blue})">'
+        f"{escape(table.pieces[position])}"
+        f'<span class="candidates" role="tooltip"><table><tr><th>token</th><th>LM</th>'
+        f"<th>EAP{' / mean' if table.relative else ''}</th><th>steered</th></tr>{rows}</table>"
+        "</span></span>"
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foretrace.cli.progress import ProgressBars
+from foretrace.cli.terminal import ProgressBars
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,25 @@
-"""Progress bars on the terminal: one per stage, with rate and remaining time."""
+"""What commands print while they run: progress bars, and the library's warnings."""
 
+import logging
 from types import TracebackType
 from typing import Self
+
+import typer
+
+
+class _StderrHandler(logging.Handler):
+    """Prints records on standard error, as one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.secho(f"foretrace: {record.getMessage()}", fg=typer.colors.YELLOW, err=True)
+
+
+_HANDLER = _StderrHandler(logging.WARNING)
+
+
+def print_warnings() -> None:
+    """Print warnings of foretrace from now on; a second call changes nothing."""
+    logging.getLogger("foretrace").addHandler(_HANDLER)
 
 
 class ProgressBars:

@@ -1,4 +1,4 @@
-"""The HTML page that explains a text."""
+"""The pieces, colors and prices of an explanation."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrace.cli.explain_page import eap_color
-from foretrace.cli.token_table import TokenTable, split_text
+from foretrace.cli.explain import TokenTable, eap_color, split_text
 from foretrace.engines.transformers.explain import Candidate, Choice
 
 
