@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # no part begins with a dot, as a path may
 # Few operators support the other dtypes (complex, float8, uint64).
 READABLE_DTYPES = frozenset(
     {
@@ -230,11 +232,22 @@ def take_tensor(
     return tensors[name]
 
 
+def require_existing_path(source: str | os.PathLike[str]) -> None:
+    """Raise if nothing is at a path that cannot be a hub id either."""
+    name = os.fspath(source)
+    if not Path(source).exists() and not HUB_ID.fullmatch(name):
+        raise InvalidFileError(
+            f"There is no file or folder {name}. Check the spelling, or pass an id on the hub, "
+            f"such as HuggingFaceTB/SmolLM2-135M."
+        )
+
+
 def locate(source: str | os.PathLike[str], revision: str | None, patterns: Sequence[str]) -> Path:
     """Return a local folder, or download a Hugging Face hub repository and return its folder."""
     folder = Path(source)
     if folder.is_dir():
         return folder
+    require_existing_path(source)
     from huggingface_hub import snapshot_download
 
     try:

@@ -19,6 +19,13 @@ class InvalidInputError(ForetraceError):
     """An argument has the wrong type, shape or value."""
 
 
+class UnknownNameError(InvalidInputError, KeyError):
+    """There is no attribute of this name. It is a `KeyError` too, as for other mappings."""
+
+    def __str__(self) -> str:
+        return ValueError.__str__(self)  # KeyError would show the message in quotes
+
+
 class InvalidModelError(ForetraceError):
     """The given tables do not form a hidden Markov model."""
 

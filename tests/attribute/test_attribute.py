@@ -363,6 +363,31 @@ def test_tokens_that_are_not_contiguous_raise_no_warning() -> None:
     ]
 
 
+def test_levels_belong_to_one_strength() -> None:
+    """A constraint leaves the strength of an attribute as it is; other operations change it."""
+    levels = {"mild": 2.0, "medium": 5.0}
+    plain = Attribute.from_weights([0.5, 1.0])
+    calibrated = replace(plain, config=replace(plain.config, levels=levels))
+    contains = Attribute.contains("b", [b"a", b"b"])
+    for kept in (~~calibrated, calibrated & contains, ~contains & calibrated):
+        assert kept.config.levels == levels
+    for changed in (~calibrated, calibrated & plain, calibrated | plain, calibrated**2):
+        assert not changed.config.levels
+
+
+def test_goals_that_contradict_each_other_are_never_true() -> None:
+    tokens = [b"st", b"orm", b"s", b"a", b" ", b"."]
+    storm, storms = (Attribute.contains(text, tokens) for text in ("storm", "storms"))
+    kind = Attribute.from_rewards([0.0, 1.0, 2.0, 0.0, 0.0, 0.0])
+    for never in (storm & ~storm, kind & storms & ~storm, Attribute.contains("x", [b"a"])):
+        assert never.is_never_true
+        with pytest.raises(InvalidInputError, match="contradict each other"):
+            never.require_satisfiable()
+    for possible in (storm & ~storms, kind, ~(storm & ~storm)):
+        assert not possible.is_never_true
+        possible.require_satisfiable()
+
+
 REWARDS = [0.0, 2.0, -1.0, 0.5]
 
 

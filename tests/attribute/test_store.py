@@ -54,6 +54,15 @@ def test_expressions_are_built_from_a_store(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidInputError, match="no attribute called b"):
         parse("a & b").build(store)
-    with pytest.raises(KeyError):
-        store["b"]
     assert len(store) == 2
+
+
+def test_an_unknown_name_is_an_error_for_people_and_a_key_error(tmp_path: Path) -> None:
+    store = AttributeStore(tmp_path / "store")
+    for hint in ("Check the spelling", "Did you mean positive"):  # before and after it exists
+        with pytest.raises(InvalidInputError, match=f"^There is no attribute.*postive. {hint}"):
+            store["postive"]
+        with pytest.raises(KeyError):
+            store["postive"]
+        assert store.get("postive") is None
+        store.add(some("positive"))

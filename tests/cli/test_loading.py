@@ -126,7 +126,7 @@ def test_local_paths_send_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyP
     session = use(SessionDouble(OSError()), monkeypatch)
     find_model(str(tmp_path))
     for missing in ("./nolm", "../nolm/x", str(tmp_path / "missing")):
-        with pytest.raises(InvalidInputError, match=f"no file or folder {missing}"):
+        with pytest.raises(InvalidFileError, match=f"no file or folder {missing}"):
             find_model(missing)
     assert session.requests == 0
 

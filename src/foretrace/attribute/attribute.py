@@ -359,7 +359,7 @@ class Attribute:
     def __invert__(self) -> "Attribute":
         """Return the complement: 1 - a. `~~a` is `a`."""
         if self._complement is None:
-            config = replace(self.config, name=f"~{self.name}", fit={})
+            config = replace(self.config, name=f"~{self.name}", fit={}, levels={})
             complement = Attribute(*self._negated(config))
             for one, other in ((self, complement), (complement, self)):
                 object.__setattr__(one, "_complement", other)  # a cache: no value changes
@@ -384,6 +384,33 @@ class Attribute:
     def has_weights(self) -> bool:
         """Whether token weights or evidence decide, and not a constraint alone."""
         return bool(len(self.terms.tokens)) or bool(self.evidence)
+
+    @property
+    def is_never_true(self) -> bool:
+        """Whether the probability of every text is 0: parts of a conjunction contradict each other.
+
+        Example:
+            >>> storm = ft.Attribute.contains("storm", [b"st", b"orm"])
+            >>> (storm & ~storm).is_never_true
+            True
+        """
+        return not len(self.terms)
+
+    def require_satisfiable(self) -> None:
+        """Check that some text can have the attribute, so that steering toward it is possible.
+
+        Raises:
+            InvalidInputError: If `is_never_true`.
+
+        Example:
+            >>> attribute.require_satisfiable()
+        """
+        if self.is_never_true:
+            raise InvalidInputError(
+                f"No text can satisfy {self.name}: its goals contradict each other, such as a text "
+                f"that must and must not be contained, or the tokenizer has no tokens to write a "
+                f"required text. Remove one of them."
+            )
 
     @property
     def has_power(self) -> bool:

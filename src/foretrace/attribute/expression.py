@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from foretrace.errors import InvalidInputError
+from foretrace.errors import InvalidInputError, UnknownNameError
 
 STRING = r'"(?:[^"\\]|\\.)*"'
 WORD = r"[^\W\d][\w.-]*"
@@ -113,9 +113,7 @@ class Expression:
         """
         missing = [name for name in self.names if name not in attributes]
         if missing:
-            similar = get_close_matches(missing[0], attributes, n=1)
-            hint = f"Did you mean {similar[0]}?" if similar else "Check the spelling, or fit it."
-            raise InvalidInputError(f"There is no attribute called {', '.join(missing)}. {hint}")
+            raise unknown_names(missing, attributes)
         if self.contains and contains is None:
             raise InvalidInputError(
                 f"{self.contains[0]} needs a tokenizer, and there is none here. Use names only."
@@ -196,6 +194,13 @@ class Expression:
             else:
                 stack.append(_leaf_text(step))
         return stack[0]
+
+
+def unknown_names(names: Sequence[str], known: Iterable[str]) -> UnknownNameError:
+    """Return the error that no attribute has these names, with the most similar known name."""
+    similar = get_close_matches(names[0], known, n=1)
+    hint = f"Did you mean {similar[0]}?" if similar else "Check the spelling, or fit it."
+    return UnknownNameError(f"There is no attribute called {', '.join(names)}. {hint}")
 
 
 def _joined(

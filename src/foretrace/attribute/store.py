@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from foretrace.attribute.attribute import Attribute
+from foretrace.attribute.expression import unknown_names
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 SUFFIX = ".safetensors"
@@ -17,8 +18,8 @@ MAX_NAME_BYTES = 200  # leaves room for the suffix and the name of a temporary f
 class AttributeStore(Mapping[str, Attribute]):
     """A folder with one file per attribute, as a mapping from names to attributes.
 
-    Every lookup of a name reads its file. The file name is the name of the attribute, so a lookup
-    reads no other file.
+    Every lookup of a name reads its file, and no other: the file name is the name of the attribute.
+    An unknown name raises an error that is a `KeyError` and a `ForetraceError`.
 
     Args:
         folder: The folder. It may be created later.
@@ -84,7 +85,7 @@ class AttributeStore(Mapping[str, Attribute]):
 
     def __getitem__(self, name: str) -> Attribute:
         if name not in self:
-            raise KeyError(name)
+            raise unknown_names([name], self if self.folder.is_dir() else ())
         return Attribute.load(self.path(name), tokenizer_fingerprint=self.tokenizer_fingerprint)
 
     def __contains__(self, name: object) -> bool:

@@ -1,7 +1,6 @@
 """Load what commands name: language models, tokenizers and prompts, and choose the device."""
 
 import os
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.chat import Messages
-
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # no part begins with a dot, as a path may
 
 
 def choose_device(device: str) -> str:
@@ -65,15 +62,12 @@ def find_model(source: str) -> None:
     """
     from huggingface_hub import constants, get_session
 
-    from foretrace.errors import InvalidInputError, reason
+    from foretrace import _io
+    from foretrace.errors import reason
 
     if Path(source).exists():
         return
-    if not HUB_ID.fullmatch(source):
-        raise InvalidInputError(
-            f"There is no file or folder {source}. Pass the folder of a model, or its id on the "
-            f"hub, such as HuggingFaceTB/SmolLM2-135M."
-        )
+    _io.require_existing_path(source)
     if constants.HF_HUB_OFFLINE:
         return
     try:

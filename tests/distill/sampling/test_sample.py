@@ -179,8 +179,11 @@ def test_the_default_dtype_follows_the_hardware(
 
 
 def test_a_missing_model(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
+    with pytest.raises(InvalidFileError, match=r"no file or folder .*nowhere\. Check the spelling"):
         TransformersSource.load(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded.*check the spelling"):
+        TransformersSource.load(str(tmp_path / "empty"))
 
 
 def test_a_missing_end_of_text_token(tiny_lm: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from foretrace import _io
 from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.errors import InvalidInputError, reason
 
@@ -165,6 +166,7 @@ def load_tokenizer_and_model(
     name: str, tokenizers: Any, load_model: Callable[..., Any], options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Load a tokenizer and a model; explain the error if they cannot be loaded."""
+    _io.require_existing_path(name)
     try:
         tokenizer = tokenizers.from_pretrained(name, **tokenizer_options(options))
         return tokenizer, load_model(**options)
