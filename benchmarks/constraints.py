@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 
 import foretrace as ft
 from decode import EXAMPLE, HORIZON, PROMPT, Timed, random_goal
-from foretrace.evaluate.generations import encode_with_bos
+from foretrace.evaluate.continuations import encode_with_bos
 from foretrace.evaluate.perplexity import token_nll
 from harness import Report, options, paired
 from smollm2 import find_smollm2

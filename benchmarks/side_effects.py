@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import foretrace as ft
 from foretrace.chat import as_messages, render_chat
 from foretrace.engines.transformers import stop_tokens
-from foretrace.evaluate.generations import ContinuationGenerator, Method, Sampling
+from foretrace.evaluate.continuations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import THRESHOLD, Measurement, interval, mean_score
 from foretrace.evaluate.preparation import MethodBuilder, goal_identity, lm_identity
 from foretrace.evaluate.scoring import Scorer

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretrace import _io
-from foretrace.evaluate.generations import encode_with_bos
+from foretrace.evaluate.continuations import encode_with_bos
 from peers.parts import inputs_identity, is_made, write_record
 
 Observe = Callable[[int, int], None]

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretrace import _io
-from foretrace.evaluate.markdown import format_figure, table_head, table_row
 from foretrace.evaluate.plots import draw_trade_off
+from foretrace.evaluate.report import format_figure, table_head, table_row
 from peers.facts import FACTS, LEFT_OUT
 from peers.sizes import ATTRIBUTES, Serving, Sizes
 

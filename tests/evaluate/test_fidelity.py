@@ -1,7 +1,6 @@
 """Test fidelity: expectations match the lookahead, and an LM that is the HMM."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from foretrace import cli
 from foretrace.attribute import Attribute
-from foretrace.evaluate import fidelity, probe
+from foretrace.evaluate import fidelity
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
+from forked import Run
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import attributes
 from tiny_lm import WORDS
@@ -72,7 +71,7 @@ class LMThatIsTheHMM:
 
 
 def test_probe_learns_a_linear_feature_of_the_state() -> None:
-    rng, linear_probe = np.random.default_rng(0), probe.Probe()
+    rng, linear_probe = np.random.default_rng(0), fidelity.Probe()
     for _ in range(10):
         states = rng.normal(size=(20, 3))
         linear_probe.add(states, states[:, 0] > 0)
@@ -81,28 +80,20 @@ def test_probe_learns_a_linear_feature_of_the_state() -> None:
         for expected, violated in zip(linear_probe.expected(), linear_probe.violated, strict=True)
     ]
     assert sum(correct for correct, _ in pairs) / sum(total for _, total in pairs) > 0.95
-    one_class = probe.Probe([np.zeros((2, 3))], [np.zeros(2, bool)])
+    one_class = fidelity.Probe([np.zeros((2, 3))], [np.zeros(2, bool)])
     assert one_class.expected()[0].tolist() == [0.5, 0.5]
 
 
-def test_fidelity_command(
-    tiny_lm: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fidelity_command(run: Run, tiny_lm: Path, tmp_path: Path) -> None:
     HMM.random(8, len(WORDS), eos_token_id=0, seed=0).save_pretrained(tmp_path / "hmm")
     odd = (torch.arange(len(WORDS)) % 2).float().clamp_min(0.3)
     Attribute.from_weights(odd).save(tmp_path / "odd.safetensors")
     (tmp_path / "prompts.txt").write_text("w1 w2\nw3\nw5 w4\n")
-    command = ["foretrace", "fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd"]
-    command += ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
-    command += ["--rollouts", 8, "--out", tmp_path / "out", "--transform", "2,0", "--probe"]
-    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 0
-    assert "2 to 20" in capsys.readouterr().out
+    options = ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
+    options += ["--rollouts", 8, "--out", tmp_path / "out", "--transform", "2,0", "--probe"]
+    done = run("fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd", *options)
+    assert done.code == 0, done.err
+    assert "2 to 3" in done.out
     summary = json.loads((tmp_path / "out" / "fidelity.json").read_text())
     assert summary["prompts"] == 3
     assert all(0 <= facts["probe"] <= 1 for facts in summary["within a prefix"].values())

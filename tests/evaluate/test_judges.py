@@ -31,7 +31,7 @@ def test_texts_are_judged_in_batches_and_equal_texts_once() -> None:
         ["a", "bb", "a", "ccc"],
         Judge("j", scorer),
         batch_size=2,
-        observe=lambda *counts: progress.append(counts),
+        on_progress=lambda *counts: progress.append(counts),
     )
     assert judgements.scores == [0.1, 0.2, 0.1, 0.3]
     assert scorer.batches == [["a", "bb"], ["ccc"]]

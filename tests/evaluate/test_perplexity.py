@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from foretrace.evaluate import perplexity
-from foretrace.evaluate.generations import encode_with_bos
+from foretrace.evaluate.continuations import encode_with_bos
 from foretrace.evaluate.perplexity import token_nll
 from tiny_lm import tiny_model, word_tokenizer
 
@@ -43,7 +43,7 @@ def test_batches_do_not_change_losses(lm: Any, monkeypatch: pytest.MonkeyPatch) 
     batches = []
     monkeypatch.setattr(perplexity, "MAX_TOKENS", 6)
     small = token_nll(
-        lm, encode, prompts, texts, observe=lambda done, total: batches.append((done, total))
+        lm, encode, prompts, texts, on_progress=lambda done, total: batches.append((done, total))
     )
     assert batches == [(1, 5), (4, 5), (5, 5)]
     for rows, small_rows in zip(losses, small, strict=True):

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from foretrace.errors import InvalidInputError
-from foretrace.evaluate.judges import Judge, JudgeRefusedError, judge_texts
-from foretrace.evaluate.perspective import KEY, PerspectiveClient, perspective_judge
+from foretrace.evaluate.judges import (
+    PERSPECTIVE_KEY,
+    Judge,
+    JudgeRefusedError,
+    PerspectiveClient,
+    judge_texts,
+    perspective_judge,
+)
 
 
 class FakePerspective(BaseHTTPRequestHandler):
@@ -74,8 +80,8 @@ def test_no_connection_gives_no_score() -> None:
 
 
 def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv(PERSPECTIVE_KEY, raising=False)
     with pytest.raises(InvalidInputError, match="needs a key"):
         perspective_judge()
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(PERSPECTIVE_KEY, "secret")
     assert "secret" not in perspective_judge().name

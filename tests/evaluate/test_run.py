@@ -1,7 +1,6 @@
 """Test an evaluation on a tiny LM: results, resuming, and the report."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 
-from foretrace import cli
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
-from foretrace.evaluate import calibration, generations
-from foretrace.evaluate.generations import (
+from foretrace.evaluate import continuations, strengths
+from foretrace.evaluate.continuations import (
     ContinuationGenerator,
     Method,
     Sampling,
@@ -28,6 +26,7 @@ from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import add_rival_hmm, load_suite
 from foretrace.hmm import HMM
+from forked import Run
 from tiny_lm import tiny_hmm, word_tokenizer
 
 SUITE = """
@@ -125,7 +124,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_timed_run() -> Iterator[None]:
     """Measure the relative cost of a method once, to save time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generations, "TIMED_RUNS", 1)
+        patch.setattr(continuations, "TIMED_RUNS", 1)
         yield
 
 
@@ -141,7 +140,7 @@ def hmm() -> HMM:
     return tiny_hmm(word_tokenizer())
 
 
-def run(data: Path, out: Path | str, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
+def run_suite(data: Path, out: Path | str, lm: Any, hmm: HMM, **options: Any) -> dict[str, Any]:
     suite = load_suite(data / "mine.yaml")
     config = EvaluationConfig(data, out, rows=16, **options)
     return evaluate(suite, lm, word_tokenizer(), hmm, config)
@@ -152,7 +151,7 @@ def done(
     data: Path, lm: Any, hmm: HMM, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("out")
-    return out, run(data, out, lm, hmm)
+    return out, run_suite(data, out, lm, hmm)
 
 
 def test_words_that_are_kept_do_not_decide(done: tuple[Path, dict[str, Any]]) -> None:
@@ -199,8 +198,8 @@ def chats(
     suite = add_rival_hmm(load_suite(data / "chat.yaml"), str(out / "small"))
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:  # short runs, to save time
-        patch.setattr(calibration, "NUM_PROMPTS", 8)
-        patch.setattr(calibration, "COPIES", 2)
+        patch.setattr(strengths, "NUM_PROMPTS", 8)
+        patch.setattr(strengths, "COPIES", 2)
         config = EvaluationConfig(data, out, rows=32)
         return out, evaluate(suite, lm, tokenizer, hmm, config)
 
@@ -270,27 +269,27 @@ def test_a_finished_run_generates_nothing(
 ) -> None:
     out, results = done
     monkeypatch.delattr(Sampler, "draw")
-    assert run(data, str(out), lm, hmm, judges=str(out / "judges")) == results
+    assert run_suite(data, str(out), lm, hmm, judges=str(out / "judges")) == results
 
 
 def test_an_interrupted_run_resumes_with_the_same_results(
     done: tuple[Path, dict[str, Any]], data: Path, lm: Any, hmm: HMM, tmp_path: Path
 ) -> None:
     options = {"methods": ("steered",), "judges": done[0] / "judges"}
-    run(data, tmp_path, lm, hmm, **options)
+    run_suite(data, tmp_path, lm, hmm, **options)
     file = tmp_path / "generations" / "steered.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(
         "".join(lines[:6]) + lines[6][:20]
     )  # as if the process was killed while writing
-    resumed = run(data, tmp_path, lm, hmm, **options)
+    resumed = run_suite(data, tmp_path, lm, hmm, **options)
     assert list(resumed["methods"]) == ["bare", "steered"]
     for name, method in resumed["methods"].items():
         assert method["figures"] == done[1]["methods"][name]["figures"]
     with pytest.raises(InvalidFileError, match="other settings"):
-        run(data, tmp_path, lm, hmm, **options, seed=1)
+        run_suite(data, tmp_path, lm, hmm, **options, seed=1)
     with pytest.raises(InvalidInputError, match="no method 'stered'"):
-        run(data, tmp_path, lm, hmm, methods=("stered",))
+        run_suite(data, tmp_path, lm, hmm, methods=("stered",))
 
 
 def test_calibration_scores_are_kept_beside_the_judge(
@@ -328,8 +327,7 @@ def test_evaluate_command(
     tiny_lm: Path,
     hmm: HMM,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
     hmm.save_pretrained(tmp_path / "hmm")
     tiny_hmm(word_tokenizer(), states=4).save_pretrained(tmp_path / "small")
@@ -337,30 +335,19 @@ def test_evaluate_command(
     options += ["--prompts", 4, "--continuations", 2, "--method", "steered", "--method", "level"]
     options += ["--rival-hmm", tmp_path / "small"]
     options += ["--judges", done[0] / "judges"]
-    command = ["foretrace", "evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options]
-    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 0, capsys.readouterr().err
+    ran = run("evaluate", tiny_lm, "--hmm", tmp_path / "hmm", *options)
+    assert ran.code == 0, ran.err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["prompts"] == 4
     assert list(results["methods"]) == ["bare", "steered", "level", "level, small"]
     assert results["other hmms"] == {"small": {"states": 4}}
 
 
-def test_judge_train_command(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_judge_train_command(run: Run, data: Path, tmp_path: Path) -> None:
     options = ["--label", "author", "--out", tmp_path / "judge"]
-    command = ["foretrace", "judge", "train", data / "scored.jsonl", *options]
-    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 0
-    assert "3 classes" in capsys.readouterr().out
+    trained = run("judge", "train", data / "scored.jsonl", *options)
+    assert trained.code == 0
+    assert "3 classes" in trained.out
 
 
 def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def fidelity(
     """Compare the HMM's expected attribute probability with rollouts of the LM."""
     from foretrace import _io
     from foretrace.engines.transformers import stop_tokens
+    from foretrace.evaluate.continuations import encode_with_bos
     from foretrace.evaluate.fidelity import measure_fidelity
-    from foretrace.evaluate.generations import encode_with_bos
     from foretrace.evaluate.plots import draw_fidelity
 
     plotted = goal_options.parse_transform(transform)
@@ -131,7 +131,7 @@ def fidelity(
             rollouts=rollouts,
             seed=seed,
             probe=probe,
-            observe=lambda done, total: bars.update("rollouts", done, total, "prompts"),
+            on_progress=lambda done, total: bars.update("rollouts", done, total, "prompts"),
         )
     summary = {"goal": goal, "prompts": len(texts), "rollouts": rollouts, **result.summary()}
     _io.write_json(out / "fidelity.json", summary)

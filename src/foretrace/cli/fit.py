@@ -289,7 +289,7 @@ def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str
             texts,
             judge,
             cache=cache_file,
-            observe=lambda done, total: bars.update("judge", done, total, "texts"),
+            on_progress=lambda done, total: bars.update("judge", done, total, "texts"),
         )
     pairs = zip(texts, judged.scores, strict=True)
     scored = [(text, score) for text, score in pairs if score is not None]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foretrace.engines.transformers.padding import model_inputs, pad_left
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.metrics import rank_correlation
-from foretrace.evaluate.probe import Probe, states_after
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead import Lookahead
 from foretrace.steering.reading import predict_after
@@ -28,7 +28,43 @@ if TYPE_CHECKING:
 WINDOWS = (2, 10, 19)  # numbers of tokens after the first: up to the 3rd, 11th and 20th
 VIOLATED = 0.5  # a product of weights below it is a violation
 BINS = 10
+FOLDS = 5  # of the cross-validation of the probe
 Floats = NDArray[np.float64]
+
+
+@dataclass
+class Probe:
+    """A linear probe on the LM's hidden states, as a reference for the HMM's belief.
+
+    It holds, for each prefix, the hidden states after first tokens, (tokens, size), and whether a
+    violation followed, (tokens,).
+    """
+
+    states: list[Floats] = field(default_factory=list)
+    violated: list[NDArray[np.bool_]] = field(default_factory=list)
+
+    def add(self, states: Floats, violated: NDArray[np.bool_]) -> None:
+        """Add the data of a prefix."""
+        self.states.append(states)
+        self.violated.append(violated)
+
+    def expected(self) -> list[Floats]:
+        """Predict the probability of no violation by cross-validation over prefixes."""
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        predictions = [np.full(len(prefix_states), 0.5) for prefix_states in self.states]
+        for fold in range(FOLDS):
+            train = [index for index in range(len(self.states)) if index % FOLDS != fold]
+            labels = [violated for index in train for violated in self.violated[index]]
+            if len(set(labels)) < 2:
+                continue  # one class only: all predictions stay equal
+            probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000))
+            probe.fit(np.concatenate([self.states[index] for index in train]), labels)
+            for index in range(fold, len(self.states), FOLDS):
+                predictions[index] = probe.predict_proba(self.states[index])[:, 0]
+        return predictions
 
 
 @dataclass
@@ -107,7 +143,7 @@ def measure_fidelity(
     length: int = 20,
     seed: int = 0,
     probe: bool = False,
-    observe: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fidelity:
     """Continue each prefix many times with the LM, and compare with the HMM's expectations.
 
@@ -120,8 +156,7 @@ def measure_fidelity(
         length: The maximal number of tokens of a continuation.
         seed: The seed of sampling.
         probe: Whether to compare also with a linear probe on the LM's hidden states.
-        observe: A function that is called after each prefix with the number of prefixes done and
-            the number of all prefixes.
+        on_progress: Called after each prefix with the number of prefixes done, and of all prefixes.
 
     Returns:
         The expectations and outcomes.
@@ -159,9 +194,9 @@ def measure_fidelity(
         _compare_across(fidelity, lookahead, emitted_weight, predicted, texts, length)
         nonempty = [text for text in texts if text]
         if nonempty:
-            states = states_after(lm, prefix, [text[0] for text in nonempty]) if probe else None
+            states = _states_after(lm, prefix, [text[0] for text in nonempty]) if probe else None
             _compare_within(fidelity, lookahead, predicted, nonempty, states)
-        observe(done, len(prefixes))
+        on_progress(done, len(prefixes))
     return fidelity
 
 
@@ -297,3 +332,13 @@ def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     if lookahead.kind.complement:
         return 1 - table
     return table * lookahead.log_scale_for(ahead).exp().to(table)[:, None]
+
+
+@torch.inference_mode()
+def _states_after(lm: "PreTrainedModel", prefix: Sequence[int], tokens: Sequence[int]) -> Floats:
+    """Compute the LM's last hidden state after the prefix and each token: (tokens, size)."""
+    distinct = sorted(set(tokens))
+    inputs = model_inputs(*pad_left([[*prefix, token] for token in distinct], 0), lm.device)
+    hidden = lm(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][:, -1]
+    states = dict(zip(distinct, hidden.double().cpu().numpy(), strict=True))
+    return np.stack([states[token] for token in tokens])

@@ -6,20 +6,28 @@ A judgement that fails is left out and counted. It is never a score.
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from foretrace import _io
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import linear_judge
-from foretrace.evaluate.external import import_function, is_function_name
+from foretrace.evaluate.plugin import import_function, is_function_name
 
 BATCH = 32
 MAX_FAILED_BATCHES = 5
+PERSPECTIVE = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
+PERSPECTIVE_KEY = "PERSPECTIVE_API_KEY"
+RETRIED_STATUS = {429, 500, 502, 503, 504}
+REFUSED_STATUS = {401, 403}
 Score = float | None
-Observe = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 class JudgeRefusedError(ForetraceError):
@@ -125,7 +133,7 @@ def judge_texts(
     *,
     cache: str | os.PathLike[str] | None = None,
     batch_size: int = BATCH,
-    observe: Observe = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Judgements:
     """Score texts in batches, without those whose score is cached.
 
@@ -134,8 +142,7 @@ def judge_texts(
         judge: The judge.
         cache: A file of JSON lines that holds scores and is appended to after every batch.
         batch_size: The number of texts that the judge gets at a time.
-        observe: A function that is called after each batch with the number of texts judged so far
-            and the number of texts to judge.
+        on_progress: Called after each batch with the number of texts judged, and of texts to judge.
 
     Returns:
         A score for each text; None where judging failed.
@@ -170,7 +177,7 @@ def judge_texts(
         if cache is not None:
             rows = [{"key": key, "score": score} for key, score in new_scores.items()]
             _io.append_lines(cache, rows)
-        observe(start + len(batch), len(pending))
+        on_progress(start + len(batch), len(pending))
         failed_batches = 0 if new_scores else failed_batches + 1
         if failed_batches == MAX_FAILED_BATCHES:
             raise InvalidInputError(
@@ -267,3 +274,108 @@ def _zero_shot_scorer(pipeline: Any, label: str) -> Callable[[list[str]], Sequen
         return [output["scores"][0] for output in outputs]
 
     return score
+
+
+def perspective_judge(attribute: str = "TOXICITY", requests_per_second: float = 1.0) -> Judge:
+    """Build a judge that queries Google's Perspective API, which closes at the end of 2026.
+
+    The key is read from the environment variable `PERSPECTIVE_API_KEY`.
+
+    Args:
+        attribute: An attribute of Perspective, such as `TOXICITY` or `INSULT`.
+        requests_per_second: The number of requests per second that the key allows.
+
+    Returns:
+        The judge.
+
+    Raises:
+        InvalidInputError: If the environment variable is not set.
+    """
+    key = os.environ.get(PERSPECTIVE_KEY)
+    if not key:
+        raise InvalidInputError(f"Perspective needs a key: set {PERSPECTIVE_KEY} to yours.")
+    client = PerspectiveClient(f"{PERSPECTIVE}?key={key}", attribute, 1 / requests_per_second)
+    return Judge(f"perspective:{attribute}", client.score)
+
+
+@dataclass
+class PerspectiveClient:
+    """A client that sends one text at a time, limits its rate, and retries temporary failures.
+
+    Attributes:
+        address: The URL of the API, with the key.
+        attribute: The attribute of Perspective whose score is requested.
+        pause: The seconds between two requests.
+        attempts: The number of attempts for one text.
+        timeout: The seconds after which a request fails.
+        sleep: The function that waits; tests replace it.
+
+    Example:
+        >>> from foretrace.evaluate.judges import PerspectiveClient
+        >>> client = PerspectiveClient("http://127.0.0.1:9/", "TOXICITY", 0.0, attempts=1)
+        >>> client.score(["nobody answers"])
+        [None]
+    """
+
+    address: str
+    attribute: str
+    pause: float
+    attempts: int = 6
+    timeout: float = 30.0
+    sleep: Callable[[float], None] = time.sleep
+    _next_request: float = field(default=0.0, init=False)
+
+    def score(self, texts: Sequence[str]) -> list[Score]:
+        """Request the scores of texts.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            A score in [0, 1] for each text; None where the API has no answer, for example for a
+            language that it does not support.
+
+        Raises:
+            JudgeRefusedError: If the API refuses the key.
+        """
+        return [self._request_score(text) for text in texts]
+
+    def _request_score(self, text: str) -> Score:
+        body = {
+            "comment": {"text": text},
+            "requestedAttributes": {self.attribute: {}},
+            "languages": ["en"],
+            "doNotStore": True,
+        }
+        for attempt in range(self.attempts):
+            self._limit_rate()
+            try:
+                response = self._post(body)
+                return float(response["attributeScores"][self.attribute]["summaryScore"]["value"])
+            except HTTPError as error:
+                if error.code in REFUSED_STATUS:
+                    raise JudgeRefusedError(
+                        f"Perspective refuses the key ({error.code} {error.reason}). Check "
+                        f"{PERSPECTIVE_KEY}, and that the API is enabled for it."
+                    ) from error
+                if error.code not in RETRIED_STATUS:
+                    return None
+            except (OSError, HTTPException):  # no connection, or it broke
+                pass
+            except (KeyError, TypeError, ValueError):  # a response without a score
+                return None
+            self.sleep(self.pause * 2**attempt)
+        return None
+
+    def _limit_rate(self) -> None:
+        now = time.monotonic()
+        if now < self._next_request:
+            self.sleep(self._next_request - now)
+        self._next_request = max(now, self._next_request) + self.pause
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        request = Request(
+            self.address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urlopen(request, timeout=self.timeout) as response:
+            return json.load(response)

@@ -23,7 +23,7 @@ def token_nll(
     prompts: Sequence[str],
     texts: Sequence[Sequence[str]],
     *,
-    observe: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[list[float]]]:
     """Compute the negative log-likelihood of every token of each prompt's continuations, in nats.
 
@@ -45,7 +45,7 @@ def token_nll(
     nats: list[list[float]] = []
     for batch in _batches(counts):
         nats += _batch_nll(model, rows[batch], counts[batch])
-        observe(batch.stop, len(pairs))
+        on_progress(batch.stop, len(pairs))
     remaining = iter(nats)
     return [[next(remaining) for _ in prompt_texts] for prompt_texts in texts]
 

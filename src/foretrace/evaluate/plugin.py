@@ -1,15 +1,15 @@
-"""Methods of generation from outside foretrace, which a suite names as `module:function`."""
+"""Functions from outside foretrace that a suite names as `module:function`, such as methods."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from foretrace.errors import InvalidInputError, reason
-from foretrace.evaluate.external import import_function, is_function_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,3 +112,22 @@ def load_plugin(
             f"foretrace.evaluate.Plugin."
         )
     return plugin
+
+
+def is_function_name(source: str) -> bool:
+    """Return whether a string has the form `module:function`."""
+    module, colon, function = source.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
+
+
+def import_function(source: str, kind: str, expected: str) -> Callable[..., Any]:
+    """Import `module:function`; an error names the kind of function, and what is expected."""
+    module, _, function = source.partition(":")
+    try:
+        imported: Callable[..., Any] = getattr(import_module(module), function)
+    except Exception as error:  # importing runs external code, which may raise anything
+        raise InvalidInputError(
+            f"The {kind} {source} cannot be imported ({reason(error)}). Pass a module that Python "
+            f"finds (see PYTHONPATH), and a function in it {expected}."
+        ) from error
+    return imported

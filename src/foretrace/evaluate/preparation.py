@@ -21,7 +21,7 @@ from foretrace.attribute import (
 )
 from foretrace.chat import as_messages, render_chat
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
-from foretrace.evaluate.generations import Method
+from foretrace.evaluate.continuations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead

@@ -7,7 +7,6 @@ from typing import Any
 
 from foretrace import _io
 from foretrace.evaluate.blocks import BLOCK, block_starts
-from foretrace.evaluate.markdown import format_figure, table_head, table_row
 from foretrace.evaluate.plots import draw_groups, draw_trade_off
 
 Results = Mapping[str, Any]
@@ -214,3 +213,22 @@ def _format_change(figure: Mapping[str, Any]) -> str:
 
 def _format_fact(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else f"{value}"
+
+
+def table_head(*cells: str) -> list[str]:
+    """Return the two lines that begin a table."""
+    return [table_row(*cells), table_row(*["---"] * len(cells))]
+
+
+def table_row(*cells: str) -> str:
+    """Return the line of a row."""
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def format_figure(figure: Mapping[str, Any] | None) -> str:
+    """Format a figure of the results with its confidence interval; an unknown one is empty."""
+    if figure is None or figure["value"] is None:
+        return ""
+    if figure["low"] is None:
+        return f"{figure['value']:.3g}"
+    return f"{figure['value']:.3g} [{figure['low']:.3g}, {figure['high']:.3g}]"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -25,8 +25,7 @@ from foretrace.evaluate.blocks import (
     split_losses,
     split_texts,
 )
-from foretrace.evaluate.calibration import calibrate
-from foretrace.evaluate.generations import ContinuationGenerator, Generation, Method, Sampling
+from foretrace.evaluate.continuations import ContinuationGenerator, Generation, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
 from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.plugin import NO_PLUGIN, Plugin, load_plugin
@@ -38,15 +37,13 @@ from foretrace.evaluate.preparation import (
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
+from foretrace.evaluate.strengths import OnStage, find_strengths
 from foretrace.evaluate.suite import METRICS, MethodPlan, Suite
 from foretrace.hmm import HMM
 from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Observe = Callable[[str, int, int, str], None]
-"""A progress callback. Its arguments are the stage, the units done, all units, and the unit."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def evaluate(
     tokenizer: "PreTrainedTokenizerBase",
     hmm: HMM,
     config: EvaluationConfig,
-    observe: Observe = lambda stage, done, total, unit: None,
+    on_progress: OnStage = lambda stage, done, total, unit: None,
 ) -> dict[str, Any]:
     """Run a suite and write `results.json`; outputs that are in the folder are not made again.
 
@@ -97,7 +94,7 @@ def evaluate(
         tokenizer: Its tokenizer.
         hmm: An HMM of the language model.
         config: The data and output folders, and how much to generate.
-        observe: A function that is called with the stage, the units done, all units, and the unit.
+        on_progress: Called with the stage, the units done, all units, and the unit.
 
     Returns:
         The content of `results.json`: the metrics of each method with intervals and changes, the
@@ -137,12 +134,14 @@ def evaluate(
         )
         for name, plan in suite.judges.items()
     }
-    runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), observe)
+    runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), on_progress)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
     plugins = _load_plugins(suite, chosen, lm, tokenizer)
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     identities = {"lm": runner.lm, "hmm": hmm.checksum}
-    calibrated = calibrate(suite, chosen, builder, generator, data, out, identities, observe)
+    calibrated = find_strengths(
+        suite, chosen, builder, generator, data, out, identities, on_progress
+    )
     methods = [
         replace(
             builder.method(name, suite.methods[name], calibrated.factor(name)),
@@ -333,7 +332,7 @@ class _Runner:
     prompts: Sequence[str]
     lm: str
     """The identity of the LM, so that texts of another one are not reused."""
-    observe: Observe
+    on_progress: OnStage
 
     def costs(self, methods: Sequence[Method], settings: Mapping[str, Any]) -> dict[str, float]:
         """Measure the time of each method relative to the baseline, or read it from the file."""
@@ -347,7 +346,7 @@ class _Runner:
         for done, method in enumerate(methods, 1):
             if method is not baseline:
                 costs[method.name] = self.generator.relative_cost(self.prompts, method, baseline)
-            self.observe("time", done, len(methods), "methods")
+            self.on_progress("time", done, len(methods), "methods")
         _io.write_json(file, {"settings": settings, "lm": self.lm, "costs": costs})
         return costs
 
@@ -359,14 +358,14 @@ class _Runner:
             method,
             self.out / "generations" / f"{name}.jsonl",
             {**settings, "lm": self.lm},
-            lambda done, total: self.observe(f"write: {name}", done, total, "prompts"),
+            lambda done, total: self.on_progress(f"write: {name}", done, total, "prompts"),
         )
         texts = [generation.texts for generation in generations]
         measurements: dict[str, Measurement] = {}
         groups: dict[str, dict[str, float]] = {}
         for judge, scorer in self.scorers.items():
             scores = scorer.score(
-                texts, lambda done, total: self.observe(f"judge: {name}", done, total, "texts")
+                texts, lambda done, total: self.on_progress(f"judge: {name}", done, total, "texts")
             )
             if self.suite.group is not None:
                 groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
@@ -414,7 +413,7 @@ class _Runner:
         repetitions = repetition(parts)
         blocks = []
         for index, block in enumerate(parts):
-            self.observe(f"judge by position: {name}", index + 1, len(parts), "blocks")
+            self.on_progress(f"judge by position: {name}", index + 1, len(parts), "blocks")
             measured: dict[str, Measurement] = {}
             for judge, scorer in self.scorers.items():
                 scores = scorer.score(block)
@@ -442,7 +441,9 @@ class _Runner:
                 self.generator.encode,
                 self.prompts,
                 texts,
-                observe=lambda done, total: self.observe(f"read: {name}", done, total, "texts"),
+                on_progress=lambda done, total: self.on_progress(
+                    f"read: {name}", done, total, "texts"
+                ),
             )
             means = [[fmean(text) if text else None for text in row] for row in nats]
             cached = {"texts": key, "nats": means}

@@ -10,10 +10,9 @@ import numpy as np
 from foretrace import _io
 from foretrace.attribute import tokenize
 from foretrace.errors import InvalidFileError
-from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge
+from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge, perspective_judge
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.metrics import rank_correlation
-from foretrace.evaluate.perspective import perspective_judge
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     Row,
@@ -26,7 +25,7 @@ from foretrace.evaluate.suite import JudgePlan, Table
 
 BATCH, SOURCE_BATCH = 512, 32  # of judges that foretrace computes, and of a `source`
 HARMLESS = 0.05  # a text with a lower reference score that is judged positive is a false alarm
-Observe = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Scorer:
         return description | self._agreement()
 
     def score(
-        self, texts: Sequence[Sequence[str]], observe: Observe = lambda done, total: None
+        self, texts: Sequence[Sequence[str]], on_progress: OnProgress = lambda done, total: None
     ) -> list[list[Score]]:
         """Score the texts of every prompt; a blank text has no score."""
         groups: dict[str, list[tuple[int, int]]] = {}  # (prompt, text) indices of equal judges
@@ -84,7 +83,7 @@ class Scorer:
             for (row, column), score in zip(indices, group_scores, strict=True):
                 scores[row][column] = score
             done += len(indices)
-            observe(done, total)
+            on_progress(done, total)
         return scores
 
     def _judge_texts(self, texts: list[str], judge: Judge, folder: Path) -> list[Score]:

@@ -44,7 +44,7 @@ class PriceMeter(Protocol):
 
     max_new_tokens: int
 
-    def price(self, goal: Goal) -> float:
+    def price(self, goals: Goal) -> float:
         """Return the mean price of a goal in nats per generated token."""
 
 
@@ -117,17 +117,29 @@ class SteeredRuns:
     ) -> None:
         copies = copies or -(-NUM_ROWS // len(prompts))
         self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
+        self._num_prompts = len(prompts)
         self.ends, self.max_new_tokens, self.seed = tuple(ends), max_new_tokens, seed
         self.observe = observe
         self._rows = Rows(model, prompts, copies)  # the prompts are read once
 
     @torch.inference_mode()
-    def price(self, goal: Goal) -> float:
-        """Return the mean price of a goal in nats per generated token."""
+    def price(self, goals: Goal | Sequence[Sequence[Goal]]) -> float:
+        """Return the mean price of a generated token, in nats.
+
+        Args:
+            goals: A goal for all prompts, or the goals of each prompt.
+
+        Returns:
+            Nats per token.
+        """
+        each = [[goals]] * self._num_prompts if isinstance(goals, Goal) else goals
+        rows_of_prompt = len(self.prompts) // self._num_prompts
         requests = [
-            Request((goal,), prompt, self.max_new_tokens, ends=self.ends) for prompt in self.prompts
+            Request(tuple(each[row // rows_of_prompt]), prompt, self.max_new_tokens, ends=self.ends)
+            for row, prompt in enumerate(self.prompts)
         ]
-        rows, steering = deepcopy(self._rows), SlotSteering(goal.lookahead.hmm)
+        hmm = each[0][0].lookahead.hmm
+        rows, steering = deepcopy(self._rows), SlotSteering(hmm)
         slots = list(range(len(requests)))
         steering.read_generated(slots, requests, [[]] * len(requests))
         generator = torch.Generator(rows.logits.device).manual_seed(self.seed)
@@ -144,7 +156,7 @@ class SteeredRuns:
                 self.observe(num_generated)
             if num_generated == self.max_new_tokens or bool(has_ended.all()):
                 break
-            steering.advance(slots, tokens.to(goal.lookahead.hmm.device))
+            steering.advance(slots, tokens.to(hmm.device))
             rows.append(tokens)
         return total / count
 

@@ -1,4 +1,4 @@
-"""Calibration: find strengths by the price of steering, on prompts that are not evaluated.
+"""Find the strengths of a suite by the price of steering, on prompts that are not evaluated.
 
 The result is kept in a file after every measurement, from which an interrupted run resumes.
 """
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from foretrace import _io
 from foretrace.attribute import Attribute, parse
-from foretrace.engines.transformers.sampler import Sampler
+from foretrace.engines.transformers.calibration import SteeredRuns
 from foretrace.errors import InvalidInputError
-from foretrace.evaluate.generations import ContinuationGenerator
+from foretrace.evaluate.continuations import ContinuationGenerator
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     Row,
@@ -22,7 +22,6 @@ from foretrace.evaluate.preparation import (
     goal_identity,
     rows_identity,
 )
-from foretrace.evaluate.price import PriceSampler
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.lookahead import Lookahead
 from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
@@ -32,10 +31,11 @@ NUM_PROMPTS, COPIES = 32, 4
 TOKENS = 128  # of the copies of a prompt together: long texts need fewer copies
 TOLERANCE = 0.1  # of the price, relative
 OPENING_WORDS = 6  # of a text, where a suite has no prompts for calibration
-Observe = Callable[[str, int, int, str], None]
+OnStage = Callable[[str, int, int, str], None]
+"""A progress callback. Its arguments are the stage, the units done, all units, and the unit."""
 
 
-class Calibrated(NamedTuple):
+class Strengths(NamedTuple):
     """The strengths that were found.
 
     Attributes:
@@ -52,7 +52,7 @@ class Calibrated(NamedTuple):
         return self.matched[method]["factor"] if method in self.matched else 1.0
 
 
-def calibrate(
+def find_strengths(
     suite: Suite,
     methods: Sequence[str],
     builder: MethodBuilder,
@@ -60,8 +60,8 @@ def calibrate(
     data: Path,
     out: Path,
     identities: Mapping[str, str],
-    observe: Observe,
-) -> Calibrated:
+    on_progress: OnStage,
+) -> Strengths:
     """Find the strengths that methods need, or read them from `calibration.json`.
 
     Args:
@@ -72,37 +72,40 @@ def calibrate(
         data: The data folder.
         out: The folder of `calibration.json`.
         identities: Checksums of the language model and the HMM.
-        observe: A function that is called with the stage, the units done, all units, and the unit.
+        on_progress: Called with the stage, the units done, all units, and the unit.
 
     Returns:
         The strengths.
     """
     if not any(suite.methods[name].used_level for name in methods):
-        return Calibrated({}, {})
+        return Strengths({}, {})
     rows, column = read_calibration_prompts(suite, data)
     calibration_builder = builder.with_prompts(rows, column)
     inputs = calibration_builder.inputs()
     sampling = generator.sampling
-    sampler = Sampler(generator.lm, generator.ends, sampling.max_new_tokens, sampling.top_p)
-    encoded = generator.encode(inputs)
     copies = max(1, min(COPIES, TOKENS // sampling.max_new_tokens))
     settings = {
         **identities,
         "prompts": rows_identity([{"prompt": text} for text in inputs]),
         "copies": copies,
         "max_new_tokens": sampling.max_new_tokens,
-        "top_p": sampling.top_p,
     }
     search = StrengthSearch(
         suite,
         data,
         calibration_builder,
-        PriceSampler(sampler, encoded, copies, sampling.rows),
+        SteeredRuns(
+            generator.lm,
+            generator.encode(inputs),
+            ends=generator.ends,
+            copies=copies,
+            max_new_tokens=sampling.max_new_tokens,
+        ),
         StrengthCache(out / "calibration.json", settings),
-        observe,
+        on_progress,
     )
     levels = search.find_levels(methods, builder.prompts)
-    return Calibrated(levels, search.match_prices(methods))
+    return Strengths(levels, search.match_prices(methods))
 
 
 def read_calibration_prompts(suite: Suite, data: Path) -> tuple[list[Row], str]:
@@ -185,9 +188,9 @@ class StrengthSearch:
     data: Path
     builder: MethodBuilder
     """Builds goals for the calibration prompts."""
-    meter: PriceSampler
+    runs: SteeredRuns
     cache: StrengthCache
-    observe: Observe
+    on_progress: OnStage
 
     def find_levels(
         self, methods: Iterable[str], prompts: Sequence[Row]
@@ -233,7 +236,7 @@ class StrengthSearch:
             key = f"{self._key(plan)} for {budget!r}"
             factor = self.cache.find(key, partial(self._price, plan), "factor", budget, 1.0)
             matched[name] = {"factor": factor, "price": budget}
-            self.observe(f"calibrate: {name}", 1, 1, "strengths")
+            self.on_progress(f"calibrate: {name}", 1, 1, "strengths")
         return matched
 
     def _find_levels_of(
@@ -250,14 +253,14 @@ class StrengthSearch:
                 attribute.name: [self._goal(attribute, strength)]
                 for attribute in {one.name: one for one in chosen}.values()
             }
-            return self.meter.price([goals[attribute.name] for attribute in chosen])
+            return self.runs.price([goals[attribute.name] for attribute in chosen])
 
         found: dict[str, float] = {}
         for done, level in enumerate(sorted(levels, key=lambda one: BUDGETS[one]), 1):
             budget = BUDGETS[level]
             start = hmm_strength(self.builder.hmm, chosen[0], budget)
             found[level] = self.cache.find(f"{name} {identity}", price, level, budget, start)
-            self.observe(f"calibrate: {name}", done, len(levels), "levels")
+            self.on_progress(f"calibrate: {name}", done, len(levels), "levels")
         return found
 
     def _attribute_of(
@@ -274,11 +277,11 @@ class StrengthSearch:
 
     def _goal(self, attribute: Attribute, strength: float) -> Goal:
         # As far as methods look ahead by default; farther is slower, and no method would use it.
-        horizon = min(MethodPlan.horizon, self.meter.sampler.max_new_tokens)
+        horizon = min(MethodPlan.horizon, self.runs.max_new_tokens)
         return Goal(Lookahead(self.builder.hmm, attribute**strength, horizon), strength=1.0)
 
     def _price(self, plan: MethodPlan, factor: float = 1.0) -> float:
-        return self.meter.price(self.builder.goals(plan, factor))
+        return self.runs.price(self.builder.goals(plan, factor))
 
     def _key(self, plan: MethodPlan) -> str:
         """Return a checksum of a method's goals on the calibration prompts, and of its HMM."""

@@ -9,13 +9,14 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 
+
 from foretrace.attribute import AttributeStore
+from foretrace.engines.transformers.calibration import SteeredRuns
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
-from foretrace.evaluate import calibration, generations
-from foretrace.evaluate.calibration import StrengthCache, read_calibration_prompts
-from foretrace.evaluate.price import PriceSampler
+from foretrace.evaluate import continuations, strengths
 from foretrace.evaluate.run import EvaluationConfig, evaluate
+from foretrace.evaluate.strengths import StrengthCache, read_calibration_prompts
 from foretrace.evaluate.suite import load_suite
 from foretrace.lookahead.levels import BUDGETS
 from tiny_lm import tiny_hmm, word_tokenizer
@@ -61,7 +62,7 @@ def lm(tiny_lm: Path) -> Any:
 def test_levels_have_their_price_and_methods_match(
     data: Path, lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "TIMED_RUNS", 1)
+    monkeypatch.setattr(continuations, "TIMED_RUNS", 1)
     suite = load_suite(data / "mine.yaml")
     config = EvaluationConfig(data, tmp_path)
     results = evaluate(suite, lm, word_tokenizer(), tiny_hmm(word_tokenizer()), config)
@@ -81,21 +82,16 @@ def test_levels_have_their_price_and_methods_match(
 
     # A finished run measures nothing.
     monkeypatch.delattr(Sampler, "draw")
+    monkeypatch.delattr(SteeredRuns, "price")
     hmm = tiny_hmm(word_tokenizer())
     assert evaluate(suite, lm, word_tokenizer(), hmm, config) == results
-
-
-def test_unsteered_texts_cost_nothing(lm: Any) -> None:
-    sampler = Sampler(lm, ends=[0], max_new_tokens=3)
-    meter = PriceSampler(sampler, [[1, 2], [3], [4, 5]], copies=2, rows=4)
-    assert meter.price([[], [], []]) == 0
 
 
 def test_evaluated_prompts_are_not_used_for_calibration(data: Path, tmp_path: Path) -> None:
     rows, column = read_calibration_prompts(load_suite(data / "mine.yaml"), data)
     assert column == "text"
-    assert len(rows) == calibration.NUM_PROMPTS
-    assert all(len(row["text"].split()) <= calibration.OPENING_WORDS for row in rows)
+    assert len(rows) == strengths.NUM_PROMPTS
+    assert all(len(row["text"].split()) <= strengths.OPENING_WORDS for row in rows)
     suite = tmp_path / "other.yaml"
     suite.write_text(SUITE + "calibration: {file: prompts.jsonl, text: prompt}\n")
     with pytest.raises(InvalidInputError, match="other prompts"):

@@ -23,7 +23,7 @@ from foretrace.steering import Goal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Observe = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 TIMED_PROMPTS, TIMED_RUNS, TIMED_TOKENS = 2, 3, 32
 
 
@@ -39,7 +39,7 @@ class Sampling:
         rows: The number of sequences in a batch.
 
     Example:
-        >>> from foretrace.evaluate.generations import Sampling
+        >>> from foretrace.evaluate.continuations import Sampling
         >>> Sampling(continuations=5).max_new_tokens
         20
     """
@@ -64,7 +64,7 @@ class Method:
         plugin: A method from outside foretrace; it excludes goals.
 
     Example:
-        >>> from foretrace.evaluate.generations import Method
+        >>> from foretrace.evaluate.continuations import Method
         >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=4), strength=2.0)
         >>> Method("steered", goals=[[goal], [goal]]).best_of
         1
@@ -111,7 +111,7 @@ class ContinuationGenerator:
         chat: Whether prompts come from `foretrace.chat.render_chat`: then no token is prepended.
 
     Example:
-        >>> from foretrace.evaluate.generations import Method, Sampling, ContinuationGenerator
+        >>> from foretrace.evaluate.continuations import Method, Sampling, ContinuationGenerator
         >>> sampling = Sampling(continuations=2, max_new_tokens=3)
         >>> generator = ContinuationGenerator(model, tokenizer, sampling, ends=[0], bos_token_id=0)
         >>> file = folder / "generations.jsonl"
@@ -149,7 +149,7 @@ class ContinuationGenerator:
         method: Method,
         file: str | os.PathLike[str],
         settings: Mapping[str, Any],
-        observe: Observe = lambda done, total: None,
+        on_progress: OnProgress = lambda done, total: None,
     ) -> list[Generation]:
         """Generate continuations of all prompts, except those that the file already holds.
 
@@ -161,8 +161,7 @@ class ContinuationGenerator:
             method: The method of generation.
             file: The file of JSON lines that continuations are appended to.
             settings: All other settings that affect the continuations. The file stores them.
-            observe: A function that is called after each batch with the number of prompts done and
-                the number of all prompts.
+            on_progress: Called after each batch with the numbers of prompts done and of all.
 
         Returns:
             The continuations of each prompt.
@@ -186,7 +185,7 @@ class ContinuationGenerator:
                 )
                 rows = [{"prompt": index, **generations[index]._asdict()} for index in batch]
                 _io.append_lines(file, rows)
-            observe(batch[-1] + 1, len(prompts))
+            on_progress(batch[-1] + 1, len(prompts))
         return [generations[index] for index in range(len(prompts))]
 
     def relative_cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
@@ -287,7 +286,7 @@ def encode_with_bos(
         The token ids of each prompt.
 
     Example:
-        >>> from foretrace.evaluate.generations import encode_with_bos
+        >>> from foretrace.evaluate.continuations import encode_with_bos
         >>> encode_with_bos(tokenizer, ["Hello"], 0)[0][0]
         0
     """
