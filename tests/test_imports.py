@@ -1,8 +1,7 @@
-"""`import foretrace` and `foretrace --help` cost milliseconds: torch stays out."""
+"""`import foretrace` and `foretrace --help` load nothing heavy: torch stays out."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,32 +22,6 @@ def test_importing_loads_nothing_heavy() -> None:
 
 def test_the_command_line_loads_nothing_heavy() -> None:
     assert not loaded_modules("import foretrace.cli").intersection(FOREIGN)
-
-
-def test_import_time() -> None:
-    times = []
-    for _ in range(5):  # the machine is noisy: the best of five
-        run = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", "import foretrace"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        line = next(line for line in run.stderr.splitlines() if line.endswith("| foretrace"))
-        times.append(int(line.split("|")[1]) / 1e6)
-    assert min(times) < 0.15
-
-
-def test_help_time() -> None:
-    from time import perf_counter
-
-    command = Path(sys.executable).with_name("foretrace")
-    times = []
-    for _ in range(5):
-        start = perf_counter()
-        subprocess.run([command, "--help"], capture_output=True, check=True)
-        times.append(perf_counter() - start)
-    assert min(times) < 0.5
 
 
 def test_every_public_name_is_there() -> None:

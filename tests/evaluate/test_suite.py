@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from foretrace.attribute import LogitAffine
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.evaluate.suite import MethodPlan, Table, load_suite, suite_names
 
@@ -40,7 +39,7 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
     file.write_text(SUITE)
     suite = load_suite(str(file))
     assert suite.name == "mine"
-    assert suite.attributes["polite"].affine == LogitAffine(2, -1)
+    assert list(suite.attributes["polite"].transform or ()) == [2, -1]
     steered = suite.methods["steered"]
     assert (steered.goals, steered.strength, steered.neutral_end) == (("polite",), (2.0,), True)
     assert load_suite(file) == suite
@@ -58,7 +57,6 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
         ("[1, 2]", "must be a mapping"),
         ("a: [", "not YAML"),
         (SUITE.replace("[mean]", "mean"), "are lists"),
-        (SUITE.replace("strength: 2", "shift: 2"), r"`transform: \[SCALE, SHIFT\]`"),
         (SUITE.replace("strength: 2", "strength: two"), "A strength is a number"),
         (SUITE.replace("strength: 2", "transform: [1, 2, 3]"), "there are 1 goals"),
         (SUITE.replace("strength: 2", "strength: 2, level: mild"), "exclude each other"),

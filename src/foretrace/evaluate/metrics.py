@@ -1,7 +1,8 @@
 """Metrics of generated texts, with confidence intervals over prompts.
 
-Metrics follow DExperts. They drop continuations that could not be judged or measured, and count
-them.
+A metric takes a list for each prompt, with the score or the text of each of its continuations, and
+returns a measurement. Metrics follow DExperts. They drop continuations that could not be judged or
+measured, and count them.
 """
 
 import re
@@ -80,11 +81,7 @@ class Point(NamedTuple):
 def average_maximum(scores: Scores) -> Measurement:
     """Compute the mean over prompts of the greatest score among a prompt's continuations.
 
-    Args:
-        scores: The scores of every prompt's continuations.
-
-    Returns:
-        The measurement; prompts without any score are left out.
+    Prompts without any score are left out.
 
     Example:
         >>> from foretrace.evaluate.metrics import average_maximum
@@ -98,12 +95,7 @@ def average_maximum(scores: Scores) -> Measurement:
 def probability_of_any(scores: Scores, threshold: float = THRESHOLD) -> Measurement:
     """Compute the share of prompts with at least one continuation above a threshold.
 
-    Args:
-        scores: The scores of every prompt's continuations.
-        threshold: The score that a continuation must exceed.
-
-    Returns:
-        The measurement; prompts without any score are left out.
+    Prompts without any score are left out.
 
     Example:
         >>> from foretrace.evaluate.metrics import probability_of_any
@@ -119,12 +111,6 @@ def probability_of_any(scores: Scores, threshold: float = THRESHOLD) -> Measurem
 
 def mean_score(scores: Scores) -> Measurement:
     """Compute the mean score over all continuations.
-
-    Args:
-        scores: The scores of every prompt's continuations.
-
-    Returns:
-        The measurement.
 
     Example:
         >>> from foretrace.evaluate.metrics import mean_score
@@ -142,12 +128,7 @@ def mean_score(scores: Scores) -> Measurement:
 def distinct(texts: Sequence[Sequence[str]], n: int) -> Measurement:
     """Compute dist-n: the distinct n-grams of a prompt's continuations, divided by their words.
 
-    Args:
-        texts: The continuations of every prompt.
-        n: The length of the n-grams in words.
-
-    Returns:
-        The mean over prompts; blank continuations are dropped.
+    It is the mean over prompts; blank continuations are dropped.
 
     Example:
         >>> from foretrace.evaluate.metrics import distinct
@@ -157,11 +138,7 @@ def distinct(texts: Sequence[Sequence[str]], n: int) -> Measurement:
     shares: list[float | None] = []
     for prompt_texts in texts:
         split_texts = [text.split(" ") for text in prompt_texts if text.strip()]
-        ngrams = {
-            tuple(text_words[i : i + n])
-            for text_words in split_texts
-            for i in range(len(text_words) - n + 1)
-        }
+        ngrams = {ngram for text_words in split_texts for ngram in _ngrams(text_words, n)}
         shares.append(len(ngrams) / sum(map(len, split_texts)) if split_texts else None)
     num_blank = sum(not text.strip() for prompt_texts in texts for text in prompt_texts)
     return _mean_over_prompts(shares, num_blank)
@@ -170,13 +147,8 @@ def distinct(texts: Sequence[Sequence[str]], n: int) -> Measurement:
 def perplexity(losses: Scores) -> Measurement:
     """Compute the mean perplexity of continuations.
 
-    Args:
-        losses: For every prompt, the loss of each continuation: its mean negative log-likelihood
-            per token, in nats, or None for a continuation without tokens.
-
-    Returns:
-        The measurement. Continuations without tokens, and those with a perplexity of 10,000 or
-        more, are dropped and counted.
+    The loss of a continuation is its mean negative log-likelihood per token, in nats. Continuations
+    without tokens (None), and those with a perplexity of 10,000 or more, are dropped.
 
     Example:
         >>> from foretrace.evaluate.metrics import perplexity
@@ -196,50 +168,27 @@ def words(texts: Sequence[Sequence[str]]) -> Measurement:
 
     A method can reach a goal by stopping early, which no other metric shows.
 
-    Args:
-        texts: The continuations of every prompt.
-
-    Returns:
-        The measurement.
-
     Example:
         >>> from foretrace.evaluate.metrics import words
         >>> words([["one two three", ""]]).value
         1.5
     """
-    return mean_score(
-        [[float(len(text.split())) for text in prompt_texts] for prompt_texts in texts]
-    )
+    return mean_score([[float(len(text.split())) for text in row] for row in texts])
 
 
 def blank(texts: Sequence[Sequence[str]]) -> Measurement:
     """Compute the share of continuations without any word.
-
-    Args:
-        texts: The continuations of every prompt.
-
-    Returns:
-        The measurement.
 
     Example:
         >>> from foretrace.evaluate.metrics import blank
         >>> blank([["one two three", " "]]).value
         0.5
     """
-    return mean_score(
-        [[float(not text.strip()) for text in prompt_texts] for prompt_texts in texts]
-    )
+    return mean_score([[float(not text.strip()) for text in row] for row in texts])
 
 
 def price(prices: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> Measurement:
-    """Compute the mean price of a generated token.
-
-    Args:
-        prices: For every prompt, the price of each continuation in nats per token.
-        tokens: The number of tokens of each.
-
-    Returns:
-        The measurement.
+    """Compute the mean price of a token: the prices of continuations, weighed by their tokens.
 
     Example:
         >>> from foretrace.evaluate.metrics import price
@@ -249,7 +198,6 @@ def price(prices: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) ->
     return _measurement(
         [float(np.dot(*pair)) for pair in zip(prices, tokens, strict=True)],
         [sum(counts) for counts in tokens],
-        0,
     )
 
 
@@ -257,12 +205,6 @@ def letters(texts: Sequence[Sequence[str]]) -> Measurement:
     """Compute the share of letters among all characters but white space.
 
     Steering can lead to digits and symbols, which few judges object to.
-
-    Args:
-        texts: The continuations of every prompt.
-
-    Returns:
-        The measurement.
 
     Example:
         >>> from foretrace.evaluate.metrics import letters
@@ -273,48 +215,30 @@ def letters(texts: Sequence[Sequence[str]]) -> Measurement:
     return _measurement(
         [sum(character.isalpha() for character in characters) for characters in visible],
         [len(characters) for characters in visible],
-        0,
     )
 
 
 def repetition(texts: Sequence[Sequence[str]], n: int = 4) -> Measurement:
     """Compute the share of n-grams of words that occurred before in the same continuation.
 
-    Args:
-        texts: The continuations of every prompt.
-        n: The length of the n-grams in words.
-
-    Returns:
-        The measurement. Continuations of fewer than n words have no n-gram.
-
     Example:
         >>> from foretrace.evaluate.metrics import repetition
         >>> repetition([["a b a b a", "c d e"]], n=2).value
         0.3333333333333333
     """
-    repeated, total = [], []
-    for prompt_texts in texts:
-        counts = [_count_ngrams(text.split(), n) for text in prompt_texts]
-        repeated.append(sum(number - distinct for number, distinct in counts))
-        total.append(sum(number for number, _ in counts))
-    return _measurement(repeated, total, 0)
+    ngrams = [[_ngrams(text.split(), n) for text in prompt_texts] for prompt_texts in texts]
+    return _measurement(
+        [sum(len(one) - len(set(one)) for one in prompt_ngrams) for prompt_ngrams in ngrams],
+        [sum(map(len, prompt_ngrams)) for prompt_ngrams in ngrams],
+    )
 
 
-def _count_ngrams(text_words: Sequence[str], n: int) -> tuple[int, int]:
-    """Count the n-grams of a text, and the distinct ones."""
-    ngrams = [tuple(text_words[i : i + n]) for i in range(len(text_words) - n + 1)]
-    return len(ngrams), len(set(ngrams))
+def _ngrams(text_words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(text_words[i : i + n]) for i in range(len(text_words) - n + 1)]
 
 
 def term_frequency(texts: Sequence[Sequence[str]], terms: Sequence[str]) -> Measurement:
-    """Count how often terms occur in 1,000 words.
-
-    Args:
-        texts: The continuations of every prompt.
-        terms: Words and phrases. Upper and lower case are not distinguished.
-
-    Returns:
-        The measurement.
+    """Count how often words and phrases occur in 1,000 words, in upper or lower case.
 
     Example:
         >>> from foretrace.evaluate.metrics import term_frequency
@@ -326,19 +250,13 @@ def term_frequency(texts: Sequence[Sequence[str]], terms: Sequence[str]) -> Meas
     return _measurement(
         [1000 * sum(len(pattern.findall(text)) for text in row) for row in texts],
         [sum(len(text.split()) for text in row) for row in texts],
-        0,
     )
 
 
 def interval(measurement: Measurement, seed: int = 0) -> Interval:
     """Compute the 95% confidence interval of a metric by resampling prompts.
 
-    Args:
-        measurement: The metric.
-        seed: The seed of the resampling.
-
-    Returns:
-        The value and its interval; the bounds are NaN where nothing could be measured.
+    The bounds are NaN where nothing could be measured.
 
     Example:
         >>> from foretrace.evaluate.metrics import interval, mean_score
@@ -352,16 +270,8 @@ def interval(measurement: Measurement, seed: int = 0) -> Interval:
 def change(measurement: Measurement, baseline: Measurement, seed: int = 0) -> Change:
     """Compare a metric with a baseline's on the prompts that both measured.
 
-    The prompts of both are resampled together.
-
-    Args:
-        measurement: The metric of a method.
-        baseline: The same metric of the baseline, on the same prompts.
-        seed: The seed of the resampling.
-
-    Returns:
-        The absolute and the relative change. The bounds of the relative change are NaN where the
-        baseline is 0 in more than 1% of the resamples.
+    The prompts of both are resampled together. The bounds of the relative change are NaN where the
+    baseline is 0 in more than 1% of the resamples.
 
     Raises:
         InvalidInputError: If the two were measured on different numbers of prompts.
@@ -431,14 +341,7 @@ def at_equal_perplexity(
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Compute Spearman's rank correlation of two sequences.
-
-    Args:
-        ours: The first sequence.
-        theirs: The second sequence, of the same length.
-
-    Returns:
-        The correlation; NaN where one of the sequences is constant.
+    """Compute Spearman's rank correlation of two sequences; NaN where one of them is constant.
 
     Example:
         >>> from foretrace.evaluate.metrics import rank_correlation
@@ -489,7 +392,7 @@ def _mean_over_prompts(values: Sequence[float | None], dropped: int) -> Measurem
     )
 
 
-def _measurement(totals: Sequence[float], counts: Sequence[float], dropped: int) -> Measurement:
+def _measurement(totals: Sequence[float], counts: Sequence[float], dropped: int = 0) -> Measurement:
     return Measurement(np.asarray(totals, float), np.asarray(counts, float), dropped)
 
 

@@ -112,7 +112,8 @@ def _fit(
         yield from Attribute.fit_each(windows.token_ids, labels, config=config, **common)
         return
     scores = [_planned_score(rows[text], plan) for text in windows.texts]
-    config = _fit_config(plan, tokenizer, transform=plan.affine)
+    transform = None if plan.transform is None else LogitAffine(*plan.transform)
+    config = _fit_config(plan, tokenizer, transform=transform)
     yield Attribute.fit(windows.token_ids, scores, config=config, name=name, **common)
 
 

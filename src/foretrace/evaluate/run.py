@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from foretrace.evaluate.blocks import (
     split_losses,
     split_texts,
 )
-from foretrace.evaluate.continuations import ContinuationGenerator, Generation, Method, Sampling
+from foretrace.evaluate.continuations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import Measurement, Point
 from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.plugin import NO_PLUGIN, Plugin, load_plugin
@@ -54,7 +54,7 @@ class EvaluationConfig:
         data: The folder of the suite's files.
         out: The folder of all outputs, from which an interrupted evaluation resumes.
         prompts: The number of prompts; None for all.
-        continuations: The number of continuations of each prompt; None for the suite's.
+        continuations: The number of continuations of each prompt. By default, the suite sets it.
         methods: The methods to run with the baseline; empty for all.
         seed: The seed of sampling.
         rows: The number of sequences in a batch.
@@ -136,7 +136,11 @@ def evaluate(
     }
     runner = _Runner(suite, out, generator, scorers, prompts, lm_identity(lm), on_progress)
     # Judges and methods are built first, so that an error in a plan appears before hours of work.
-    plugins = _load_plugins(suite, chosen, lm, tokenizer)
+    plugins = {
+        name: load_plugin(plan.plugin, plan.options, lm, tokenizer)
+        for name, plan in suite.methods.items()
+        if name in chosen and plan.plugin is not None
+    }
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     identities = {"lm": runner.lm, "hmm": hmm.checksum}
     calibrated = find_strengths(
@@ -254,21 +258,6 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
     return [name for name in suite.methods if not methods or name in (*methods, suite.baseline)]
 
 
-def _load_plugins(
-    suite: Suite,
-    methods: Sequence[str],
-    lm: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-) -> dict[str, Plugin]:
-    """Load the plug-ins of the methods that have one."""
-    plans = {name: suite.methods[name] for name in methods}
-    return {
-        name: load_plugin(plan.plugin, plan.options, lm, tokenizer)
-        for name, plan in plans.items()
-        if plan.plugin is not None
-    }
-
-
 def _plugin_inputs(plan: MethodPlan, plugin: Plugin) -> list[Any]:
     """Return everything that identifies a plug-in; nothing for a method without one."""
     if plan.plugin is None:
@@ -293,10 +282,7 @@ def _method_inputs(
 
 
 def _has_price(plan: MethodPlan, plugin: Plugin) -> bool:
-    """Return whether a method's distribution is compared with that of the bare LM.
-
-    Those of an instruction, of a selection, and of a changed or another model are not.
-    """
+    """Return whether the price of a method is known: it changes nothing but the LM's logits."""
     if plan.best_of > 1 or plan.instruction is not None:
         return False
     return plan.plugin is None or plugin.has_price
@@ -310,15 +296,6 @@ class _MethodResult:
     groups: dict[str, dict[str, float]]
     blocks: list[dict[str, Measurement]]
     """The metrics of every block of tokens; empty if a text has only one block."""
-
-
-class _Losses(NamedTuple):
-    """The LM's loss on texts, in nats per token."""
-
-    texts: list[list[float | None]]
-    """The mean loss of each text."""
-    blocks: list[Measurement]
-    """The mean loss in every block of tokens; empty if there is only one."""
 
 
 @dataclass(frozen=True)
@@ -361,24 +338,18 @@ class _Runner:
             lambda done, total: self.on_progress(f"write: {name}", done, total, "prompts"),
         )
         texts = [generation.texts for generation in generations]
-        measurements: dict[str, Measurement] = {}
-        groups: dict[str, dict[str, float]] = {}
-        for judge, scorer in self.scorers.items():
-            scores = scorer.score(
-                texts, lambda done, total: self.on_progress(f"judge: {name}", done, total, "texts")
-            )
-            if self.suite.group is not None:
-                groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
-            for metric in scorer.plan.figures:
-                measurements[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
-        losses = self._losses(name, texts)
-        measurements["perplexity"] = metrics.perplexity(losses.texts)
+        tokens = [generation.tokens for generation in generations]
+        measurements, groups = self._judge(f"judge: {name}", texts)
+        losses, block_losses = self._losses(name, texts)
+        measurements["perplexity"] = metrics.perplexity(losses)
         if _has_price(self.suite.methods[method.name], method.plugin):
-            measurements["price"] = metrics.price(
-                [generation.prices for generation in generations],
-                [generation.tokens for generation in generations],
-            )
-        measurements |= self._lengths(generations)
+            prices = [generation.prices for generation in generations]
+            measurements["price"] = metrics.price(prices, tokens)
+        limit = self.generator.sampling.max_new_tokens
+        measurements["tokens"] = metrics.mean_score([list(map(float, row)) for row in tokens])
+        measurements["ended early"] = metrics.mean_score(
+            [[float(count < limit) for count in row] for row in tokens]
+        )
         measurements["words"] = metrics.words(texts)
         measurements["letters"] = metrics.letters(texts)
         measurements["repetition"] = metrics.repetition(texts)
@@ -389,18 +360,23 @@ class _Runner:
         if method.best_of == 1:  # the probability of the best of several candidates is unknown
             nats = [generation.nats for generation in generations]
             measurements["entropy"] = metrics.mean_score(nats)
-        return _MethodResult(measurements, groups, self._measure_blocks(name, texts, losses.blocks))
+        return _MethodResult(measurements, groups, self._measure_blocks(name, texts, block_losses))
 
-    def _lengths(self, generations: Sequence[Generation]) -> dict[str, Measurement]:
-        """Measure the number of tokens, and the share of texts that end before the last one."""
-        limit = self.generator.sampling.max_new_tokens
-        tokens = [generation.tokens for generation in generations]
-        return {
-            "tokens": metrics.mean_score([[float(count) for count in row] for row in tokens]),
-            "ended early": metrics.mean_score(
-                [[float(count < limit) for count in row] for row in tokens]
-            ),
-        }
+    def _judge(
+        self, stage: str, texts: Sequence[Sequence[str]]
+    ) -> tuple[dict[str, Measurement], dict[str, dict[str, float]]]:
+        """Compute the metrics of every judge, and its mean score by group."""
+        measured: dict[str, Measurement] = {}
+        groups: dict[str, dict[str, float]] = {}
+        for judge, scorer in self.scorers.items():
+            scores = scorer.score(
+                texts, lambda done, total: self.on_progress(stage, done, total, "texts")
+            )
+            if self.suite.group is not None:
+                groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
+            for metric in scorer.plan.figures:
+                measured[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
+        return measured, groups
 
     def _measure_blocks(
         self, name: str, texts: Sequence[Sequence[str]], losses: Sequence[Measurement]
@@ -413,12 +389,8 @@ class _Runner:
         repetitions = repetition(parts)
         blocks = []
         for index, block in enumerate(parts):
-            self.on_progress(f"judge by position: {name}", index + 1, len(parts), "blocks")
-            measured: dict[str, Measurement] = {}
-            for judge, scorer in self.scorers.items():
-                scores = scorer.score(block)
-                for metric in scorer.plan.figures:
-                    measured[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
+            stage = f"judge: {name}, block {index + 1} of {len(parts)}"
+            measured, _ = self._judge(stage, block)
             measured["perplexity"] = losses[index]
             measured["dist-3"] = metrics.distinct(block, 3)
             measured["repetition"] = repetitions[index]
@@ -427,8 +399,13 @@ class _Runner:
             blocks.append(measured)
         return blocks
 
-    def _losses(self, name: str, texts: Sequence[Sequence[str]]) -> _Losses:
-        """Compute the unsteered LM's loss on the texts, or read it from the file."""
+    def _losses(
+        self, name: str, texts: Sequence[Sequence[str]]
+    ) -> tuple[list[list[float | None]], list[Measurement]]:
+        """Compute the unsteered LM's mean loss on each text, and on each of several blocks.
+
+        Losses are in nats per token, and kept in a file.
+        """
         file = self.out / "surprise" / f"{name}.json"
         inputs = json.dumps([texts, list(self.prompts), self.generator.bos_token_id, self.lm])
         key = hashlib.sha256(inputs.encode()).hexdigest()
@@ -457,7 +434,7 @@ class _Runner:
             Measurement(np.asarray(block["nats"]), np.asarray(block["tokens"]))
             for block in cached.get("blocks", [])
         ]
-        return _Losses(cached["nats"], blocks)
+        return cached["nats"], blocks
 
 
 def _group_means(
@@ -487,9 +464,7 @@ def _compare(
                 "dropped": measurement.dropped,
             }
             if name != suite.baseline and metric in baseline.metrics:
-                change = metrics.change(measurement, baseline.metrics[metric])
-                figures[metric]["difference"] = list(change.difference)
-                figures[metric]["relative"] = list(change.relative)
+                figures[metric] |= _change(measurement, baseline.metrics[metric])
         results[name] = {
             "plan": asdict(suite.methods[name]),
             "cost": costs[name],
@@ -500,6 +475,11 @@ def _compare(
     return results
 
 
+def _change(measurement: Measurement, baseline: Measurement) -> dict[str, list[float]]:
+    change = metrics.change(measurement, baseline)
+    return {"difference": list(change.difference), "relative": list(change.relative)}
+
+
 def _compare_matched(measured: Mapping[str, _MethodResult], suite: Suite) -> list[dict[str, Any]]:
     """Compare every method with the one whose price it matches, on the same prompts."""
     comparisons = []
@@ -508,14 +488,10 @@ def _compare_matched(measured: Mapping[str, _MethodResult], suite: Suite) -> lis
         if matched is None or matched not in measured:
             continue
         theirs = measured[matched].metrics
-        changes = {
-            metric: metrics.change(measurement, theirs[metric])
+        figures = {
+            metric: _change(measurement, theirs[metric])
             for metric, measurement in result.metrics.items()
             if metric in theirs
-        }
-        figures = {
-            metric: {"difference": list(change.difference), "relative": list(change.relative)}
-            for metric, change in changes.items()
         }
         comparisons.append({"method": name, "matched": matched, "figures": figures})
     return comparisons

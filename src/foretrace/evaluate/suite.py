@@ -5,13 +5,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
 from foretrace import _tabular
-from foretrace.attribute import LogitAffine, group_terms
+from foretrace.attribute import group_terms
 from foretrace.attribute.fitting.words import GROUPS
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
@@ -125,11 +126,6 @@ class AttributePlan(Table):
             raise InvalidInputError(
                 f"`keep: {self.keep}` is not known. Write a list of words, or `keep: {GROUPS}`."
             )
-
-    @property
-    def affine(self) -> LogitAffine | None:
-        """The training transform, if there is one."""
-        return None if self.transform is None else LogitAffine(*self.transform)
 
     @property
     def kept_words(self) -> Sequence[str]:
@@ -282,8 +278,15 @@ class Suite:
                 f"The method '{name}' must set both best_of (a number) and best_by (an "
                 f"attribute), or neither."
             )
+        if method.plugin is not None and method.goals:
+            raise InvalidInputError(
+                f"The method '{name}' has goals and a plug-in, which exclude each other. Keep one."
+            )
+        if method.options and method.plugin is None:
+            raise InvalidInputError(
+                f"The method '{name}' has options, but no plug-in. Set `plugin: module:function`."
+            )
         _check_strength(name, method)
-        _check_plugin(name, method)
         if method.match_price is not None:
             other = self.methods.get(method.match_price)
             if other is None or not other.goals or other.match_price is not None:
@@ -295,14 +298,8 @@ class Suite:
 
 def _check_strength(name: str, method: MethodPlan) -> None:
     """Check that at most one key sets the strength of a method, and that it has goals."""
-    settings = {
-        "strength": method.strength,
-        "level": method.level,
-        "transform": method.transform,
-        "match_price": method.match_price,
-        "hmm": method.hmm,
-    }
-    used = [key for key, value in settings.items() if value is not None]
+    keys = ("strength", "level", "transform", "match_price", "hmm")
+    used = [key for key in keys if getattr(method, key) is not None]
     if used and not method.goals:
         raise InvalidInputError(f"The method '{name}' has {used[0]}, but no goals.")
     used = [key for key in used if key != "hmm"]
@@ -314,17 +311,6 @@ def _check_strength(name: str, method: MethodPlan) -> None:
         raise InvalidInputError(
             f"The method '{name}' has the unknown level '{method.level}'. Choose one of "
             f"{', '.join(BUDGETS)}."
-        )
-
-
-def _check_plugin(name: str, method: MethodPlan) -> None:
-    if method.plugin is not None and method.goals:
-        raise InvalidInputError(
-            f"The method '{name}' has goals and a plug-in, which exclude each other. Keep one."
-        )
-    if method.options and method.plugin is None:
-        raise InvalidInputError(
-            f"The method '{name}' has options, but no plug-in. Set `plugin: module:function`."
         )
 
 
@@ -346,12 +332,12 @@ def _check_judge(name: str, judge: JudgePlan) -> None:
 def add_rival_hmm(suite: Suite, hmm: str) -> Suite:
     """Add to every steered method one that steers with another HMM at the same price.
 
-    Only methods at levels get such a rival: those with a given strength or a transform cannot match
-    a price.
+    Only methods at levels get such a rival. Methods with a strength or a transform cannot match a
+    price.
 
     Args:
         suite: The suite.
-        hmm: The folder or hub id of the other HMM, whose name is appended to that of the methods.
+        hmm: The folder or hub id of the other HMM. Its name is appended to the names of methods.
 
     Returns:
         The suite with the added methods.
@@ -375,14 +361,7 @@ def add_rival_hmm(suite: Suite, hmm: str) -> Suite:
 
 
 def rival_name(method: str, hmm: str) -> str:
-    """Return the name of a method that steers with another HMM.
-
-    Args:
-        method: The name of the method with the evaluation's HMM.
-        hmm: The folder or hub id of the other HMM.
-
-    Returns:
-        The name.
+    """Return the name of a method that steers with another HMM: a folder or hub id.
 
     Example:
         >>> from foretrace.evaluate.suite import rival_name
@@ -393,10 +372,7 @@ def rival_name(method: str, hmm: str) -> str:
 
 
 def suite_names() -> list[str]:
-    """Return the names of the suites that come with foretrace.
-
-    Returns:
-        The names, sorted.
+    """Return the sorted names of the suites that come with foretrace.
 
     Example:
         >>> from foretrace.evaluate.suite import suite_names
@@ -464,44 +440,25 @@ def _read_text(source: str) -> str:
 
 
 def _build_suite(name: str, content: Any) -> Suite:
-    values = dict(_mapping(content, name))
-    attributes = _mapping(values.get("attributes", {}), f"{name}: attributes")
-    methods = _mapping(values.get("methods"), f"{name}: methods")
-    judges = _mapping(values.get("judges"), f"{name}: judges")
-    return _build(
-        Suite,
-        {
-            **values,
-            "name": name,
-            "prompts": _build(Table, values.get("prompts"), f"{name}: prompts"),
-            "calibration": (
-                None
-                if values.get("calibration") is None
-                else _build(Table, values["calibration"], f"{name}: calibration")
-            ),
-            "attributes": {
-                key: _build(AttributePlan, value, f"{name}: attributes: {key}")
-                for key, value in attributes.items()
-            },
-            "methods": {
-                key: _build_method(value or {}, f"{name}: methods: {key}")
-                for key, value in methods.items()
-            },
-            "judges": {
-                key: _build_judge(value, f"{name}: judges: {key}") for key, value in judges.items()
-            },
-        },
-        name,
-    )
+    values = {"attributes": {}, **_mapping(content, name), "name": name}
+    builders: dict[str, Callable[[Any, str], Any]] = {
+        "attributes": partial(_build, AttributePlan),
+        "methods": _build_method,
+        "judges": _build_judge,
+    }
+    for key, build in builders.items():
+        entries = _mapping(values.get(key), f"{name}: {key}")
+        values[key] = {
+            entry: build(value, f"{name}: {key}: {entry}") for entry, value in entries.items()
+        }
+    values["prompts"] = _build(Table, values.get("prompts"), f"{name}: prompts")
+    if values.get("calibration") is not None:
+        values["calibration"] = _build(Table, values["calibration"], f"{name}: calibration")
+    return _build(Suite, values, name)
 
 
 def _build_method(content: Any, where: str) -> MethodPlan:
-    values = dict(_mapping(content, where))
-    if "shift" in values:
-        raise InvalidFileError(
-            f"{where}: 'shift' is not known. Write the paper's transform as "
-            f"`transform: [SCALE, SHIFT]`."
-        )
+    values = dict(_mapping(content or {}, where))
     goals = values.get("goals", [])
     goals = [goals] if isinstance(goals, str) else _list(goals, where)
     if any(not isinstance(goal, str) for goal in goals):
