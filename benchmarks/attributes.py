@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,8 +23,8 @@ from sklearn.metrics import roc_auc_score
 
 from foretrace import Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import Windows, tokenize
-from foretrace.attribute.fitting.counts import token_counts
-from foretrace.attribute.texts import Texts
+from foretrace.attribute.fitting.examples import token_counts
+from foretrace.attribute.token_ids import Texts
 from foretrace.vocabulary import fingerprint
 from harness import Report, options
 from smollm2 import find_smollm2
@@ -182,10 +181,8 @@ def _roles(data: Data, report: Report, *, quick: bool) -> None:
     report.add("roles: right one first", rate, "of answers", at_least=0.82)
     report.add("roles: chance", 1 / roles, "of answers")
     if not quick:
-        products = FitConfig(objective="cross-entropy")
-        rate = accuracy(replace(products, by_absence=True))
+        rate = accuracy(FitConfig(objective="cross-entropy"))
         report.add("roles: right one first, products by absence", rate, "of answers")
-        report.add("roles: right one first, products", accuracy(products), "of answers")
         nearest = _nearest_centroid(train, [row["answer"] for row in test])
         rate = float((nearest == roles_of_answers).mean())
         report.add("roles: nearest TF-IDF centroid", rate, "of answers")
@@ -210,12 +207,12 @@ def _politics(data: Data, report: Report) -> None:
     others = data.windows([row["text"] for row in articles])
     truth = [row["category"] == "POLITICS" for row in test]
     truth_of_articles = [row["topic"] == "politics" for row in articles]
-    configs = {
-        "product by absence": FitConfig(by_absence=True),
-        "evidence": FitConfig(objective="evidence"),
+    absence = [1 - score for score in scores]
+    fitted = {
+        "product by absence": ~data.fit(texts, absence, FitConfig(objective="cross-entropy")),
+        "evidence": data.fit(texts, scores, FitConfig(objective="evidence")),
     }
-    for name, config in configs.items():
-        political = data.fit(texts, scores, config)
+    for name, political in fitted.items():
         rank = roc_auc_score(truth, data.probabilities(political, later))
         report.add(f"political, {name}, later headlines: AUC", rank, "")
         rank = roc_auc_score(truth_of_articles, data.probabilities(political, others))

@@ -124,7 +124,7 @@ def to_json(path: Path, content: Mapping[str, Any]) -> str:
     """Format `content` as indented JSON; `path` is for the error message."""
     try:
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # no JSON, or nested without end
         raise InvalidInputError(
             f"{path.name} cannot be written: {error}. Use numbers, strings, lists and dictionaries."
         ) from error

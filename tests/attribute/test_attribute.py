@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretrace.attribute import Attribute, parse
-from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 
 VOCAB, LENGTH = 4, 3

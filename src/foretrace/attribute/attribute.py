@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrace.attribute import storage
-from foretrace.attribute.automata.substring import substring_dfa
-from foretrace.attribute.automata.weighted import WeightedAutomaton
+from foretrace.attribute.automaton import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
+from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
-from foretrace.attribute.fitting.fit_config import FitConfig
+from foretrace.attribute.substring import substring_dfa
 from foretrace.attribute.terms import Terms
-from foretrace.attribute.texts import Mask, Text, Texts, flatten
+from foretrace.attribute.token_ids import Mask, Text, Texts, flatten
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint
 
@@ -71,7 +71,7 @@ class Attribute:
     terms: Terms
     config: AttributeConfig = field(default_factory=AttributeConfig)
     evidence: tuple[Evidence, ...] = ()
-    _complement: "Attribute | None" = field(default=None, init=False, repr=False)
+    _negation: "Attribute | None" = field(default=None, init=False, repr=False)
 
     @classmethod
     def fit(
@@ -121,10 +121,8 @@ class Attribute:
             examples, held_out = examples.split(config.held_out, config.seed)
         else:
             held_out = Examples.from_scores(*validation, vocab_size)
-        fitted = fit_scores(examples, held_out, config)
-        record = {**fitted.record, "source": dict(source or {})}
-        config_of_fit = AttributeConfig(name, vocab_size, tokenizer_fingerprint, record)
-        return cls(fitted.terms, config_of_fit, fitted.evidence)
+        known = AttributeConfig(name, vocab_size, tokenizer_fingerprint)
+        return cls._from_candidate(fit_scores(examples, held_out, config), known, source)
 
     @classmethod
     def fit_each(
@@ -179,12 +177,17 @@ class Attribute:
             examples, held_out = examples.split(config.held_out, config.seed)
         else:
             held_out = Examples.from_labels(*validation, numbers, vocab_size)
-        for name, fitted in zip(
-            names, fit_each_label(examples, held_out, len(names), config), strict=True
-        ):
-            record = {**fitted.record, "source": dict(source or {})}
-            config_of_fit = AttributeConfig(name, vocab_size, tokenizer_fingerprint, record)
-            yield cls(fitted.terms, config_of_fit, fitted.evidence)
+        fitted = fit_each_label(examples, held_out, len(names), config)
+        for name, candidate in zip(names, fitted, strict=True):
+            known = AttributeConfig(name, vocab_size, tokenizer_fingerprint)
+            yield cls._from_candidate(candidate, known, source)
+
+    @classmethod
+    def _from_candidate(
+        cls, candidate: Candidate, config: AttributeConfig, source: Mapping[str, Any] | None
+    ) -> Self:
+        record = {**candidate.record, "source": dict(source or {})}
+        return cls(candidate.terms, replace(config, fit=record), candidate.evidence)
 
     @classmethod
     def from_weights(
@@ -357,28 +360,22 @@ class Attribute:
         return Attribute(self.terms.either(other.terms), config)
 
     def __invert__(self) -> "Attribute":
-        """Return the complement: 1 - a. `~~a` is `a`."""
-        if self._complement is None:
-            config = replace(self.config, name=f"~{self.name}", fit={}, levels={})
-            complement = Attribute(*self._negated(config))
-            for one, other in ((self, complement), (complement, self)):
-                object.__setattr__(one, "_complement", other)  # a cache: no value changes
-            return complement
-        return self._complement
-
-    def _negated(
-        self, config: AttributeConfig
-    ) -> tuple[Terms, AttributeConfig, tuple[Evidence, ...]]:
-        """Return the fields of the complement."""
-        if not self.evidence:
-            return self.terms.negated(), config, ()
-        is_constant = self.terms.is_product and not len(self.terms.tokens)
-        if len(self.evidence) > 1 or not is_constant or self.terms.automaton is not None:
+        """Return the negation: 1 - a. `~~a` is `a`."""
+        if self._negation is not None:
+            return self._negation
+        terms, evidence = self.terms, tuple(one.negated() for one in self.evidence)
+        if not evidence:
+            terms = terms.negated()
+        elif len(evidence) > 1 or not terms.is_product or len(terms.tokens) or terms.automaton:
             raise InvalidInputError(
                 f"{self.name} is a conjunction with evidence, and its negation is no sum of "
                 f"products. Negate single attributes: ~a & ~b."
             )
-        return self.terms, config, (self.evidence[0].negated(),)
+        config = replace(self.config, name=f"~{self.name}", fit={}, levels={})
+        negation = Attribute(terms, config, evidence)
+        for one, other in ((self, negation), (negation, self)):
+            object.__setattr__(one, "_negation", other)  # a cache: no value changes
+        return negation
 
     @property
     def has_weights(self) -> bool:
@@ -387,13 +384,7 @@ class Attribute:
 
     @property
     def is_never_true(self) -> bool:
-        """Whether the probability of every text is 0: parts of a conjunction contradict each other.
-
-        Example:
-            >>> storm = ft.Attribute.contains("storm", [b"st", b"orm"])
-            >>> (storm & ~storm).is_never_true
-            True
-        """
+        """Whether the probability of every text is 0: parts of it contradict each other."""
         return not len(self.terms)
 
     def require_satisfiable(self) -> None:
@@ -401,9 +392,6 @@ class Attribute:
 
         Raises:
             InvalidInputError: If `is_never_true`.
-
-        Example:
-            >>> attribute.require_satisfiable()
         """
         if self.is_never_true:
             raise InvalidInputError(
@@ -540,22 +528,15 @@ def _number_tensor(
     subject: str, numbers: Any, expected: str, is_valid: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return numbers as a tensor on the CPU, in float32 or float64; check shape and range."""
-    problem = "they are not numbers"
     try:
         # Python's floats have the precision of float64; a tensor or an array keeps its type.
         values = numbers if isinstance(numbers, Tensor) else torch.tensor(np.asarray(numbers))
-        values = values.detach().cpu()
-        if not values.is_complex():
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
-            if values.dim() != 1:
-                problem = f"they have the shape {tuple(values.shape)}"
-            elif bool(is_valid(values).all()):
-                return values
-            else:
-                problem = f"some are not {expected}"
+        values = values.detach().cpu().to(torch.promote_types(values.dtype, torch.float32))
     except (TypeError, ValueError, RuntimeError):
-        pass
-    raise InvalidInputError(
-        f"{subject} must be a tensor, array or list of shape (V,), with {expected} for each token, "
-        f"but {problem}."
-    )
+        values = torch.zeros(())
+    if values.dim() != 1 or values.is_complex() or not bool(is_valid(values).all()):
+        raise InvalidInputError(
+            f"{subject} must be a tensor, array or list of shape (V,), with {expected} for each "
+            f"token."
+        )
+    return values

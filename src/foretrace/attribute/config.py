@@ -9,8 +9,6 @@ from typing import Any
 from foretrace.errors import InvalidInputError
 from foretrace.vocabulary import require_same_fingerprint
 
-MAX_DEPTH = 64  # of `fit`: JSON encoders and `asdict` recurse
-
 
 @dataclass(frozen=True)
 class AttributeConfig:
@@ -48,7 +46,6 @@ class AttributeConfig:
             raise InvalidInputError(
                 f"`fit` must be a dictionary of JSON values, not {type(self.fit).__name__}."
             )
-        _require_shallow(self.fit)
         _require_levels(self.levels)
 
     def combined(self, operator: str, other: "AttributeConfig") -> "AttributeConfig":
@@ -109,18 +106,3 @@ def _require_levels(levels: object) -> None:
         raise InvalidInputError(
             f"`levels` must map names to strengths above 0, not {str(levels)[:40]!r}."
         )
-
-
-def _require_shallow(fit: Mapping[str, Any]) -> None:
-    """Raise if dictionaries and lists are nested too deep to write them again."""
-    level: list[Any] = [fit]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
-            if isinstance(inner, Mapping | list | tuple)
-        ]
-        if not level:
-            return
-    raise InvalidInputError(f"`fit` is nested deeper than {MAX_DEPTH} levels. Flatten its values.")

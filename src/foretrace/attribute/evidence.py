@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.sorted_ids import find_sorted
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError
 
 

@@ -42,10 +42,11 @@ class Operand(Protocol):
         """Return the disjunction."""
 
     def __invert__(self) -> Self:
-        """Return the complement."""
+        """Return the negation."""
 
 
 OperandT = TypeVar("OperandT", bound=Operand)
+Folded = TypeVar("Folded")
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,15 @@ class Contains:
         return f"contains({', '.join(map(json.dumps, self.texts))})"
 
 
+Steps = tuple[str | Operator | Contains, ...]
+
+
 @dataclass(frozen=True)
 class Expression:
     """A parsed expression, in postfix order.
 
     Attributes:
-        steps: Names, contains and operators. An operator applies to the results before it.
+        steps: Names, `contains(...)` and operators. An operator applies to the results before it.
 
     Example:
         >>> from foretrace.attribute import parse
@@ -75,13 +79,13 @@ class Expression:
         ('nontoxic', 'rude')
     """
 
-    steps: tuple[str | Operator | Contains, ...]
+    steps: Steps
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the distinct names of attributes, in order of appearance."""
-        operands = (step for step in self.steps if not isinstance(step, Operator))
-        return tuple(dict.fromkeys(step for step in operands if isinstance(step, str)))
+        names = (step for step in self.steps if not isinstance(step, Operator | Contains))
+        return tuple(dict.fromkeys(names))
 
     @property
     def contains(self) -> tuple[Contains, ...]:
@@ -120,15 +124,31 @@ class Expression:
             )
         operands: dict[str | Contains, OperandT] = {name: attributes[name] for name in self.names}
         operands |= {step: contains(step) for step in self.contains if contains is not None}
-        stack: list[OperandT] = []
+
+        def negate(operand: OperandT) -> OperandT:
+            return ~operand
+
+        def join(operator: Operator, left: OperandT, right: OperandT) -> OperandT:
+            return left & right if operator is Operator.AND else left | right
+
+        return self._fold(operands.__getitem__, negate, join)
+
+    def _fold(
+        self,
+        leaf: Callable[[str | Contains], Folded],
+        negate: Callable[[Folded], Folded],
+        join: Callable[[Operator, Folded, Folded], Folded],
+    ) -> Folded:
+        """Evaluate the steps with a value for each leaf, and functions for the operators."""
+        stack: list[Folded] = []
         for step in self.steps:
             if step is Operator.NOT:
-                stack.append(~stack.pop())
+                stack.append(negate(stack.pop()))
             elif isinstance(step, Operator):
                 right, left = stack.pop(), stack.pop()
-                stack.append(left & right if step is Operator.AND else left | right)
+                stack.append(join(step, left, right))
             else:
-                stack.append(operands[step])
+                stack.append(leaf(step))
         return stack[0]
 
     def normalized(self) -> "Expression":
@@ -146,16 +166,7 @@ class Expression:
             >>> str(parse("c & ~~(b & a)").normalized())
             '((a & b) & c)'
         """
-        stack: list[_Chain | _Node] = []
-        for step in self.steps:
-            if step is Operator.NOT:
-                stack.append(_complement(stack.pop()))
-            elif isinstance(step, Operator):
-                right, left = stack.pop(), stack.pop()
-                stack.append(_Chain(step, (*_operands(left, step), *_operands(right, step))))
-            else:
-                stack.append(_leaf(step))
-        return Expression(_close(stack[0]).steps)
+        return Expression(_close(self._fold(_leaf, _negated, _chained)).steps)
 
     def factors(self) -> "tuple[Expression, ...]":
         """Return the operands of the outermost `&`: the expression itself if there is none.
@@ -168,32 +179,27 @@ class Expression:
             >>> [str(factor) for factor in parse("a & (b | c) & ~d").factors()]
             ['a', '(b | c)', '~d']
         """
-        stack: list[list[tuple[str | Operator | Contains, ...]]] = []
-        for step in self.steps:
-            if step is Operator.NOT:
-                stack.append([(*_joined(stack.pop()), step)])
-            elif step is Operator.AND:
-                right, left = stack.pop(), stack.pop()
-                stack.append(left + right)
-            elif step is Operator.OR:
-                right, left = stack.pop(), stack.pop()
-                stack.append([(*_joined(left), *_joined(right), step)])
-            else:
-                stack.append([(step,)])
-        return tuple(Expression(steps) for steps in stack[0])
+
+        def leaf(step: str | Contains) -> list[Steps]:
+            return [(step,)]
+
+        def negate(factors: list[Steps]) -> list[Steps]:
+            return [(*_conjunction(factors), Operator.NOT)]
+
+        def join(operator: Operator, left: list[Steps], right: list[Steps]) -> list[Steps]:
+            if operator is Operator.AND:
+                return left + right
+            return [(*_conjunction(left), *_conjunction(right), operator)]
+
+        return tuple(Expression(steps) for steps in self._fold(leaf, negate, join))
 
     def __str__(self) -> str:
         """Return the expression as text, in parentheses, which `parse` reads back."""
-        stack: list[str] = []
-        for step in self.steps:
-            if step is Operator.NOT:
-                stack.append(f"~{stack.pop()}")
-            elif isinstance(step, Operator):
-                right, left = stack.pop(), stack.pop()
-                stack.append(f"({left} {step} {right})")
-            else:
-                stack.append(_leaf_text(step))
-        return stack[0]
+        return self._fold(
+            _leaf_text,
+            lambda operand: f"~{operand}",
+            lambda operator, left, right: f"({left} {operator} {right})",
+        )
 
 
 def unknown_names(names: Sequence[str], known: Iterable[str]) -> UnknownNameError:
@@ -203,24 +209,19 @@ def unknown_names(names: Sequence[str], known: Iterable[str]) -> UnknownNameErro
     return UnknownNameError(f"There is no attribute called {', '.join(names)}. {hint}")
 
 
-def _joined(
-    factors: Sequence[tuple[str | Operator | Contains, ...]],
-) -> tuple[str | Operator | Contains, ...]:
+def _conjunction(factors: Sequence[Steps]) -> Steps:
     """Return the steps of the conjunction of factors."""
-    steps = [*factors[0]]
-    for factor in factors[1:]:
-        steps += [*factor, Operator.AND]
-    return tuple(steps)
+    return (*factors[0], *(step for factor in factors[1:] for step in (*factor, Operator.AND)))
 
 
 @dataclass(frozen=True)
 class _Node:
     """A subexpression in normal form."""
 
-    steps: tuple[str | Operator | Contains, ...]
+    steps: Steps
     text: str
     has_names: bool
-    negated: "_Chain | _Node | None" = None  # the operand, if this is a complement
+    negated: "_Chain | _Node | None" = None  # the operand, if this is a negation
 
 
 class _Chain(NamedTuple):
@@ -240,19 +241,23 @@ def _leaf_text(step: str | Contains) -> str:
     return as_expression(step) if isinstance(step, str) else str(step)
 
 
-def _complement(operand: _Chain | _Node) -> _Chain | _Node:
-    """Return the complement; that of a complement is its operand."""
+def _negated(operand: _Chain | _Node) -> _Chain | _Node:
+    """Return the negation; if the operand is a negation, return what it negates."""
     if isinstance(operand, _Node) and operand.negated is not None:
         return operand.negated
     node = _close(operand)
     return _Node((*node.steps, Operator.NOT), f"~{node.text}", node.has_names, operand)
 
 
-def _operands(operand: _Chain | _Node, operator: Operator) -> tuple[_Node, ...]:
-    """Return the operands of a chain of the same operator; anything else is one operand."""
-    if isinstance(operand, _Chain) and operand.operator is operator:
-        return operand.operands
-    return (_close(operand),)
+def _chained(operator: Operator, *operands: _Chain | _Node) -> _Chain:
+    """Join two operands; take over the operands of chains of the same operator."""
+    nodes: list[_Node] = []
+    for operand in operands:
+        if isinstance(operand, _Chain) and operand.operator is operator:
+            nodes += operand.operands
+        else:
+            nodes.append(_close(operand))
+    return _Chain(operator, tuple(nodes))
 
 
 def _close(operand: _Chain | _Node) -> _Node:
@@ -263,11 +268,9 @@ def _close(operand: _Chain | _Node) -> _Node:
     if isinstance(operand, _Node):
         return operand
     nodes = sorted(operand.operands, key=lambda node: (node.has_names, node.text))
-    steps = [*nodes[0].steps]
-    for node in nodes[1:]:
-        steps += [*node.steps, operand.operator]
+    rest = (step for node in nodes[1:] for step in (*node.steps, operand.operator))
     text = f"({f' {operand.operator} '.join(node.text for node in nodes)})"
-    return _Node(tuple(steps), text, any(node.has_names for node in nodes))
+    return _Node((*nodes[0].steps, *rest), text, any(node.has_names for node in nodes))
 
 
 def parse(text: str) -> Expression:

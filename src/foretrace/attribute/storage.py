@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.attribute.automata.dfa import DFA
-from foretrace.attribute.automata.weighted import WeightedAutomaton
+from foretrace.attribute.automaton import DFA, WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.terms import Terms
@@ -37,7 +36,7 @@ def write(path: Path, stored: Stored) -> None:
     """Write the file atomically."""
     version = PLAIN if stored.terms.automaton is None else WITH_AUTOMATON
     version = WITH_EVIDENCE if stored.evidence else version
-    header = {"format_version": version, **asdict(stored.config)}
+    header = {"format_version": version, **vars(stored.config)}
     _io.write_tensors(path, _tensors(stored), {HEADER_KEY: _io.to_json(path, header)})
 
 

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.weighted import WeightedAutomaton, align
-from foretrace.attribute.sorted_ids import find_sorted
+from foretrace.attribute.automaton import WeightedAutomaton, align
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError
 
 MAX_TERMS = 1024  # every term adds a lookahead table and a share of each decoding step

@@ -78,13 +78,6 @@ def fit(
         ),
     ] = Objective.auto,
     terms: Annotated[int, typer.Option(help="Maximum number of terms in the mixture.")] = 1,
-    by_absence: Annotated[
-        bool | None,
-        typer.Option(
-            help="Fit the absence of the attribute as a product and negate it. Default with --by "
-            "and a product as --objective."
-        ),
-    ] = None,
     scale: Annotated[float | None, typer.Option(help="Scale of the scores' transform.")] = None,
     shift: Annotated[float | None, typer.Option(help="Shift of the scores' transform.")] = None,
     penalty: Annotated[
@@ -120,12 +113,10 @@ def fit(
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
-    is_product = objective in (Objective.cross_entropy, Objective.log_mse)
     config = FitConfig(
         objective=objective.value,
         terms=terms,
         transform=transform,
-        by_absence=by is not None and is_product if by_absence is None else by_absence,
         penalty=penalty,
         seed=seed,
     )
@@ -279,7 +270,7 @@ def _read_kept_words(keep: str | None) -> list[str]:
 
 def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str], list[float]]:
     """Score texts; drop those that the judge fails on, and print how many."""
-    from foretrace.attribute.fitting.tokenize import require_content
+    from foretrace.attribute.fitting.examples import require_content
     from foretrace.errors import InvalidInputError
     from foretrace.evaluate import judge_texts
 

@@ -107,8 +107,7 @@ def _fit(
     common = {"groups": windows.texts, "source": {"data": plan.file}, **settings}
     if plan.by is not None:
         labels = [str(rows[text][plan.by]) + plan.suffix for text in windows.texts]
-        by_absence = {} if plan.objective is None else {"by_absence": True}
-        config = _fit_config(plan, tokenizer, **by_absence)
+        config = _fit_config(plan, tokenizer)
         yield from Attribute.fit_each(windows.token_ids, labels, config=config, **common)
         return
     scores = [_planned_score(rows[text], plan) for text in windows.texts]

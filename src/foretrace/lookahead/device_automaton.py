@@ -5,8 +5,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from foretrace.attribute.automata.weighted import WeightedAutomaton
-from foretrace.attribute.sorted_ids import find_sorted
+from foretrace.attribute.automaton import WeightedAutomaton
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.hmm import HMM
 from foretrace.hmm.emission import EmissionSubset
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from foretrace.attribute import Attribute
 from foretrace.attribute.evidence import Evidence
-from foretrace.attribute.sorted_ids import find_sorted
 from foretrace.attribute.terms import Terms
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead.device_automaton import DeviceAutomaton

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from foretrace.attribute.automata.dfa import DFA
-from foretrace.attribute.automata.substring import substring_dfa
+from foretrace.attribute.automaton import DFA
+from foretrace.attribute.substring import substring_dfa
 from foretrace.steering.slab import Slab
 from foretrace.steering.window import Marker
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from foretrace.attribute.automata.substring import byte_automaton
+from foretrace.attribute.substring import byte_automaton
 from foretrace.errors import InvalidInputError
 
 T = TypeVar("T", list[int], Tensor)

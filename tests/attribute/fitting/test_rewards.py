@@ -1,16 +1,11 @@
 """Test fits of evidence: they recover known log-odds, of scores and of labels."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import check_grad
-from scipy.sparse import csr_array
 
 from foretrace.attribute import Attribute, FitConfig
-from foretrace.attribute.fitting import fit, logistic
-from foretrace.attribute.fitting.objectives import Array
+from foretrace.attribute.fitting import fit
 
 VOCAB = 12
 BIAS = -0.5
@@ -87,27 +82,6 @@ def test_texts_without_usable_tokens_give_a_constant() -> None:
     assert float(attribute.probability([0])) == pytest.approx(0.75, abs=0.05)
 
 
-@pytest.mark.parametrize("kind", ["logistic", "softmax"])
-def test_the_gradient_of_the_loss_is_right(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    seen: list[float] = []
-
-    def check(value: Any, start: Array, **_: object) -> object:
-        point = start + 0.1 * np.random.default_rng(1).random(len(start))
-        error = check_grad(lambda at: value(at)[0], lambda at: value(at)[1], point)
-        seen.append(error / float(np.linalg.norm(value(point)[1])))
-        return type("Result", (), {"x": point})
-
-    monkeypatch.setattr(logistic, "minimize", check)
-    random = np.random.default_rng(0)
-    presence = csr_array(random.integers(0, 2, (30, 4)).astype(float))
-    if kind == "logistic":
-        logistic.logistic(presence, random.random(30), 0.5)
-    else:
-        monkeypatch.setattr(csr_array, "astype", lambda matrix, _: matrix)  # stay in float64
-        logistic.softmax(presence, random.integers(0, 3, 30), 3, 0.5)
-    assert seen[0] < 1e-5
-
-
 def labelled_texts(count: int = 900) -> tuple[list[list[int]], list[str]]:
     """Return texts of three labels; 4 of 12 tokens are frequent in each."""
     random = np.random.default_rng(0)
@@ -176,7 +150,7 @@ def test_labels_are_fitted_as_evidence_unless_products_rank_better(
 
 def test_a_product_setting_fits_products_per_label() -> None:
     texts, labels = labelled_texts(300)
-    for config in (FitConfig(by_absence=True), FitConfig(objective="cross-entropy")):
+    for config in (FitConfig(terms=2), FitConfig(objective="cross-entropy")):
         for attribute in Attribute.fit_each(texts, labels, vocab_size=VOCAB, config=config):
             assert not attribute.evidence
             assert attribute.config.fit["objective"] == "cross-entropy"

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretrace.attribute import tokenize
-from foretrace.attribute.fitting.tokenize import marks_words_by_space
+from foretrace.attribute.fitting.examples import marks_words_by_space
 from foretrace.errors import InvalidInputError
 
 

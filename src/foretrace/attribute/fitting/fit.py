@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from foretrace.attribute.fitting.candidate import Candidate
-from foretrace.attribute.fitting.examples import Examples
-from foretrace.attribute.fitting.fit_config import FitConfig
-from foretrace.attribute.fitting.objectives import Array
+from foretrace.attribute.fitting.candidate import Candidate, FitConfig
+from foretrace.attribute.fitting.examples import Array, Examples
 from foretrace.attribute.fitting.products import MIN_AUC_GAIN, fit_products
 from foretrace.attribute.fitting.rewards import fit_evidence, fit_labels
 from foretrace.errors import InvalidInputError
 
 MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
+PRODUCT_ONLY = "Chose a product: several terms apply to products only."
 
 
 def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Candidate:
@@ -28,10 +27,9 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
         return fit_evidence(examples, held_out, config)
     if config.objective != "auto":
         return fit_products(examples, held_out, config)
-    product_config = replace(config, objective="cross-entropy")
-    product = fit_products(examples, held_out, product_config)
-    if reason := _product_only(config):
-        return _with_facts(product, reason=reason)
+    product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
+    if config.terms > 1:
+        return _with_facts(product, reason=PRODUCT_ONLY)
     evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
@@ -48,30 +46,31 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
 def fit_each_label(
     examples: Examples, held_out: Examples, num_labels: int, config: FitConfig
 ) -> Iterator[Candidate]:
-    """Fit one classifier per label. The number of a text's label is its stratum."""
+    """Fit one classifier per label. The number of a text's label is its stratum.
+
+    Products are fitted by absence: a single token may reveal a label.
+    """
     examples, held_out = (split.without(config.keep) for split in (examples, held_out))
     labels = range(num_labels)
 
-    def fit_one(number: int, config: FitConfig) -> Candidate:
-        return fit_products(
-            examples.scored_by_label(number), held_out.scored_by_label(number), config
-        )
+    def fit_product(number: int, objective: str = "cross-entropy") -> Candidate:
+        fitted_to, measured_on = (one.scored_by_label(number) for one in (examples, held_out))
+        settings = replace(config, objective=objective)
+        return fit_products(fitted_to, measured_on, settings, by_absence=True)
 
-    only = _product_only(config) if config.objective == "auto" else None
-    if only or config.objective not in ("auto", "evidence"):
-        objective = "cross-entropy" if only else config.objective
-        for number in labels:
-            candidate = fit_one(number, replace(config, objective=objective))
-            yield _with_facts(candidate, reason=only) if only else candidate
+    if config.objective == "auto" and config.terms > 1:
+        yield from (_with_facts(fit_product(number), reason=PRODUCT_ONLY) for number in labels)
+        return
+    if config.objective not in ("auto", "evidence"):
+        yield from (fit_product(number, config.objective) for number in labels)
         return
     evidence = fit_labels(examples, held_out, num_labels, replace(config, objective="evidence"))
     right = right_first([one.predicted for one in evidence], labels, held_out)
     if config.objective == "evidence":
         yield from (_with_facts(one, right_first=right) for one in evidence)
         return
-    by_absence = replace(config, objective="cross-entropy", by_absence=True)
     compared = np.unique(np.linspace(0, num_labels - 1, MAX_COMPARED).round().astype(int)).tolist()
-    products = {number: fit_one(number, by_absence) for number in compared}
+    products = {number: fit_product(number) for number in compared}
     shares = [
         right_first([fitted[number].predicted for number in compared], compared, held_out)
         for fitted in (products, evidence)
@@ -79,7 +78,7 @@ def fit_each_label(
     use_evidence = (shares[0] or 0.0) <= (shares[1] or 0.0)
     for number in labels:
         product = products.get(number)
-        chosen = evidence[number] if use_evidence else product or fit_one(number, by_absence)
+        chosen = evidence[number] if use_evidence else product or fit_product(number)
         yield _with_facts(
             chosen,
             auc_product=None if product is None else product.auc,
@@ -109,24 +108,13 @@ def right_first(
     return float((np.asarray(labels)[sums.argmax(0)] == own).mean())
 
 
-def _product_only(config: FitConfig) -> str | None:
-    """Return why "auto" means a product, if settings that only products have are set."""
-    if config.by_absence or config.terms > 1:
-        return "Chose a product: by_absence and several terms apply to products only."
-    return None
-
-
 def _reason(product: float | None, evidence: float | None, use_evidence: bool) -> str:
     if product is None or evidence is None:
         return "Chose a product: the held-out texts have no AUC to compare by."
-    if use_evidence:
-        return (
-            f"Chose evidence: its AUC on held-out texts is {evidence:.3f}, that of a product "
-            f"{product:.3f}, which must be better by {MIN_AUC_GAIN}."
-        )
+    margin = f"; a product must be better by {MIN_AUC_GAIN}" if use_evidence else ""
     return (
-        f"Chose a product: its AUC on held-out texts is {product:.3f}, that of evidence "
-        f"{evidence:.3f}."
+        f"Chose {'evidence' if use_evidence else 'a product'}: on held-out texts, the AUC of "
+        f"evidence is {evidence:.3f}, and the AUC of a product {product:.3f}{margin}."
     )
 
 

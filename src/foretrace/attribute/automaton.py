@@ -1,4 +1,4 @@
-"""Deterministic finite automata over token classes.
+"""Deterministic finite automata over token classes, and the weights of their final states.
 
 A product of token weights cannot express that a phrase occurs. A DFA can: it changes its state with
 every token, and attributes weight the state that it ends in. Tokens with the same transitions form
@@ -8,12 +8,12 @@ a class.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from foretrace.attribute.sorted_ids import find_sorted
+from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError
 
 MAX_STATES = 512  # every state multiplies the size of a lookahead table
@@ -103,11 +103,14 @@ class DFA:
         transitions = torch.cat([self.transitions, self_loops], 1)
         return type(self)(all_tokens[order], classes, transitions)
 
-    def product(self, other: Self) -> "Product":
-        """Return the product automaton, with the pairs of states that can be reached."""
+    def product(self, other: Self) -> tuple[Self, Tensor, Tensor]:
+        """Return the product automaton, and the state of each factor in every state of it: (Q,).
+
+        It has the pairs of states that can be reached.
+        """
         if self.is_trivial and other.is_trivial:
             start = torch.zeros(1, dtype=torch.long)
-            return Product(self.trivial(), start, start)
+            return self.trivial(), start, start
         tokens = torch.unique(torch.cat([self.tokens, other.tokens]))
         pairs = torch.stack([self.class_of(tokens), other.class_of(tokens)], 1)
         pairs = torch.cat([torch.zeros(1, 2, dtype=pairs.dtype), pairs])  # class 0 of both
@@ -130,12 +133,15 @@ class DFA:
         table = torch.tensor(transitions + missing)
         states = torch.tensor(list(numbers))
         dfa = type(self)(tokens.int(), class_index[1:].int(), table.int())
-        return Product(dfa, states[:, 0], states[:, 1])
+        return dfa, states[:, 0], states[:, 1]
 
-    def minimized(self, outputs: Tensor) -> "Minimized":
-        """Return the smallest DFA with the same outputs (n, Q) after every text."""
+    def minimized(self, outputs: Tensor) -> tuple[Self, Tensor]:
+        """Return the smallest DFA with the same outputs (n, Q) after every text.
+
+        The second result is one equivalent state of this DFA for each of its states.
+        """
         if self.is_trivial:
-            return Minimized(self, torch.zeros(1, dtype=torch.long))
+            return self, torch.zeros(1, dtype=torch.long)
         _, block = torch.unique(outputs, dim=1, return_inverse=True)
         count = 0
         while (num_blocks := int(block.max()) + 1) > count:  # Moore's partition refinement
@@ -149,12 +155,12 @@ class DFA:
                     representative[int(block[target])] = target
                     queue.append(target)
         if len(representative) == 1:
-            return Minimized(type(self).trivial(), torch.zeros(1, dtype=torch.long))
+            return type(self).trivial(), torch.zeros(1, dtype=torch.long)
         states = torch.tensor(list(representative.values()))
         number = torch.zeros(count, dtype=torch.long)
         number[torch.tensor(list(representative))] = torch.arange(len(representative))
         transitions = number[block[self.transitions[states].long()]]
-        return Minimized(self._with_merged_classes(transitions), states)
+        return self._with_merged_classes(transitions), states
 
     def _with_merged_classes(self, transitions: Tensor) -> Self:
         """Return a DFA with this table, in which equal columns are one class; 0 stays class 0."""
@@ -191,19 +197,74 @@ class DFA:
         return distance
 
 
-class Product(NamedTuple):
-    """The product of two DFAs, and the state of each factor in every state of the product."""
+@dataclass(frozen=True, eq=False)
+class WeightedAutomaton:
+    """A DFA that reads the text, and for each term the weight of the state that it ends in."""
 
     dfa: DFA
-    left: Tensor  # (Q,)
-    right: Tensor  # (Q,)
+    final_weights: Tensor  # (K, Q) float64, in [0, 1]
+
+    def __post_init__(self) -> None:
+        weights, states = self.final_weights, self.dfa.num_states
+        wrong_shape = weights.dim() != 2 or weights.shape[1] != states
+        if wrong_shape or not bool(((weights >= 0) & (weights <= 1)).all()):
+            raise InvalidInputError(
+                f"An automaton of {states} states needs a final weight in [0, 1] for every term "
+                f"and state."
+            )
+
+    def with_self_loops(self, tokens: Sequence[int]) -> Self:
+        """Return a copy in which these tokens do not change the state."""
+        return type(self)(self.dfa.with_self_loops(tokens), self.final_weights)
+
+    def restricted(self, vocab_size: int) -> Self:
+        """Return a copy without the tokens from `vocab_size` on."""
+        return type(self)(self.dfa.restricted(vocab_size), self.final_weights)
+
+    def min_tokens(self, vocab_size: int) -> Tensor:
+        """Return the fewest tokens from each state to one with a positive final weight: (Q,)."""
+        return self.dfa.min_tokens_to((self.final_weights > 0).any(0), vocab_size)
+
+    def requires_text(self, vocab_size: int) -> bool:
+        """Return whether some texts have no positive weight yet, but can still get one."""
+        min_tokens = self.min_tokens(vocab_size)
+        return bool(((min_tokens > 0) & (min_tokens < UNREACHABLE)).any())
+
+    def minimized(self) -> Self | None:
+        """Return the smallest equivalent automaton; None if all texts have the same weights."""
+        if not len(self.final_weights):
+            return None
+        dfa, representatives = self.dfa.minimized(self.final_weights)
+        return None if dfa.is_trivial else type(self)(dfa, self.final_weights[:, representatives])
+
+    def log_final_weights(self, tokens: Tensor, text_index: Tensor, count: int) -> Tensor:
+        """Return the log final weights of `count` texts: (count, K).
+
+        `tokens` (N,) holds the ids of all texts one after the other, and `text_index` (N,) the text
+        of each token, in ascending order.
+        """
+        lengths = torch.bincount(text_index, minlength=count)
+        starts = lengths.cumsum(0) - lengths
+        states = torch.zeros(count, dtype=torch.long)
+        for position in range(int(lengths.max()) if count else 0):
+            active = (lengths > position).nonzero()[:, 0]
+            states[active] = self.dfa.step(states[active], tokens[starts[active] + position])
+        return self.final_weights.T[states].log()
 
 
-class Minimized(NamedTuple):
-    """A minimized DFA, and for each of its states one equivalent state of the original."""
+def align(
+    left: WeightedAutomaton | None, right: WeightedAutomaton | None, *num_terms: int
+) -> tuple[DFA, Tensor, Tensor]:
+    """Return the product of both DFAs, and the final weights of each side over its states.
 
-    dfa: DFA
-    representatives: Tensor  # (Q,)
+    `num_terms` are the numbers of terms of both sides. None stands for weights of 1.
+    """
+    first, second = (
+        automaton or WeightedAutomaton(DFA.trivial(), torch.ones(count, 1, dtype=torch.float64))
+        for automaton, count in zip((left, right), num_terms, strict=True)
+    )
+    dfa, left_states, right_states = first.dfa.product(second.dfa)
+    return dfa, first.final_weights[:, left_states], second.final_weights[:, right_states]
 
 
 def _inverse(permutation: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute
-from foretrace.attribute.automata.dfa import DFA, UNREACHABLE
+from foretrace.attribute.automaton import DFA, UNREACHABLE
 from foretrace.errors import InvalidInputError
 
 VOCAB = 5
@@ -36,10 +36,10 @@ def final_states(dfa: DFA) -> list[int]:
 @settings(deadline=None, max_examples=60)
 @given(dfas(), dfas())
 def test_the_product_runs_both(one: DFA, other: DFA) -> None:
-    product = one.product(other)
-    states = final_states(product.dfa)
-    assert product.left[states].tolist() == final_states(one)
-    assert product.right[states].tolist() == final_states(other)
+    product, left, right = one.product(other)
+    states = final_states(product)
+    assert left[states].tolist() == final_states(one)
+    assert right[states].tolist() == final_states(other)
 
 
 @settings(deadline=None, max_examples=60)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretrace.attribute.automata.dfa import DFA
+from foretrace.attribute.automaton import DFA
 from foretrace.errors import InvalidInputError
 
 MAX_BYTES = 512  # of all substrings together: each byte adds a state

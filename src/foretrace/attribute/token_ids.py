@@ -1,4 +1,4 @@
-"""Accept the token ids of texts as lists, NumPy arrays or tensors."""
+"""Token ids: of texts as lists, NumPy arrays or tensors, and binary search in sorted ids."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
@@ -132,3 +132,14 @@ def _flat_mask(mask: Mask, lengths: IdArray, *, single: bool) -> NDArray[np.bool
             f"token; it has the shape {array.shape}."
         )
     return array.astype(bool).ravel()
+
+
+def find_sorted(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Find ids in a non-empty sorted tensor: (M,), (...) -> indices (...), whether found (...).
+
+    The index of an id that is not found is valid but has no meaning.
+    """
+    # torch.searchsorted warns about tensors that are not contiguous: columns, transposed batches.
+    wanted = ids.to(sorted_ids.dtype).contiguous()
+    index = torch.searchsorted(sorted_ids.contiguous(), wanted).clamp_max_(len(sorted_ids) - 1)
+    return index, sorted_ids[index] == ids

@@ -1,1 +1,0 @@
-"""Finite automata over tokens: DFAs, substring search, and weights of final states."""
