@@ -19,9 +19,9 @@ from foretrace.distill.em.e_step import (
     BatchCounts,
     BatchParameters,
     EStep,
+    Workspace,
 )
 from foretrace.distill.em.m_step import SMALLEST_FACTOR, Counts
-from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM
 
 LENGTH = 32

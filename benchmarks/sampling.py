@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace.distill.em.ngram import text_mask
+from foretrace.distill.em.measures import text_mask
 from foretrace.distill.sampling.transformers_source import TransformersSource
 from foretrace.distill.sampling.vllm_source import VLLMSource
 from harness import Options, Report, options

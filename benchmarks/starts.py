@@ -1,8 +1,8 @@
 """Likelihood and context gain of HMMs by the start of EM.
 
-For each number of states: a random start, latent variable distillation, and the same with
-persistence, all with the same number of EM steps on one corpus of SmolLM2. Set FORETRACE_CORPUS to
-the corpus (`work/corpus` of a distillation) and FORETRACE_SCRATCH to a folder for hidden states and
+For each number of states: a random start and latent variable distillation, with the same number of
+EM steps on one corpus of SmolLM2. Set FORETRACE_CORPUS to the corpus (`work/corpus` of a
+distillation) and FORETRACE_SCRATCH to a folder for hidden states and
 checkpoints, from which an interrupted run resumes. With --quick, a small corpus is sampled first.
 """
 
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.distill import Corpus, EMConfig, LatentConfig, train
-from foretrace.distill.context_gain import context_gain
-from foretrace.distill.em.ngram import text_mask
+from foretrace.distill.config import POSITIONS_PER_STATE
+from foretrace.distill.em.measures import context_gain, text_mask
+from foretrace.distill.latent import LatentStart
 from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.distill.sampling.transformers_source import TransformersSource
-from foretrace.distill.start.latent import LatentStart
 from foretrace.hmm import HMM
 from harness import Options, Report, options
 from smollm2 import find_smollm2
 
-STARTS = {"random": None, "latent": 0.0, "persistent": 1.0}
+STARTS = ("random", "latent")
 EPOCHS = 2
 FIRST_HMM = {1: 1.7, 2: 1.85, 4: 1.86, 8: 1.86, 16: 1.85}
 """Gain of an early HMM (512 states, random start, 24,000 sequences), to exceed at 1,024 states."""
@@ -137,11 +137,10 @@ def _link_subset(corpus: Corpus, shards: int, folder: Path) -> Corpus:
 
 def _start(cell: Cell, corpus: Corpus, held_out: int, hidden: Path) -> HMM:
     vocab, eos = corpus.manifest.vocab_size, corpus.manifest.eos_token_id
-    persistence = STARTS[cell.start]
-    if persistence is None:
+    if cell.start == "random":
         return HMM.random(cell.states, vocab, eos_token_id=eos, seed=0)
-    config = LatentConfig(persistence=persistence)
-    latent = LatentStart(corpus, corpus.split(held_out), cell.states, config, hidden)
+    rows = -(-POSITIONS_PER_STATE * cell.states // corpus.manifest.length)
+    latent = LatentStart(corpus, corpus.split(held_out), cell.states, rows, LatentConfig(), hidden)
     if not latent.complete:
         latent.compute_hidden_states(_lm().hidden)
     return latent.build_hmm(latent.cluster())

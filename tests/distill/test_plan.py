@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from foretrace.distill import DistillConfig
-from foretrace.distill.costs import costs, format_bytes, require_disk
+from foretrace.distill.config import format_bytes, require_disk
 from foretrace.distill.plan import plan
 from foretrace.errors import InvalidInputError
 
@@ -37,14 +37,7 @@ def test_a_random_start_has_no_stage_of_hidden_states(tiny_lm: Path, tmp_path: P
 
 def test_costs_of_a_large_run() -> None:
     """10M sequences of an LM such as Llama-3, and 4,096 states."""
-    total = costs(
-        states=4096,
-        vocab_size=128_256,
-        sequences=10_000_000,
-        length=32,
-        read_rows=32_768,
-        dimensions=128,
-    )
+    total = DistillConfig(num_states=4096, sequences=10_000_000, length=32).costs(128_256)
     assert total.corpus == 10_000_000 * 32 * 4
     assert total.table == pytest.approx(2.17e9, rel=0.01)
     assert total.hidden == pytest.approx(0.285e9, rel=0.01)

@@ -28,7 +28,7 @@ CONFIG = ft.DistillConfig(
     sequences=600,
     length=16,
     shard_rows=40,
-    latent=LatentConfig(places_per_state=1000, iterations=3),
+    latent=LatentConfig(iterations=3),
     em=EMConfig(epochs=4, batch_size=50, held_out=100, evaluations=4, checkpoint_minutes=0),
 )
 

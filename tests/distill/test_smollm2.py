@@ -35,7 +35,7 @@ def test_distilling_a_real_lm(smollm2: Path, tmp_path: Path) -> None:
         num_states=32,
         sequences=384,
         length=16,
-        latent=LatentConfig(places_per_state=64, iterations=5),
+        latent=LatentConfig(iterations=5),
         em=EMConfig(epochs=10, batch_size=128, held_out=64),
     )
     hmm = ft.distill(

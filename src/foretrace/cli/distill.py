@@ -119,9 +119,6 @@ def distill(
         SamplingOption(help="Token that begins and ends texts. Default: the tokenizer's."),
     ] = None,
     start: Annotated[Start, TrainingOption(help="Initialization of EM.")] = Start.latent,
-    persistence: Annotated[
-        float, TrainingOption(help="Weight of a sequence's mean hidden state in the clustering.")
-    ] = 0.0,
     epochs: Annotated[int, TrainingOption(help="EM passes over the corpus.")] = 10,
     batch_size: Annotated[int, TrainingOption(help="Sequences per EM step.")] = 4096,
     em_dtype: Annotated[
@@ -136,7 +133,7 @@ def distill(
     ] = None,
 ) -> None:
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
-    from foretrace.distill import DistillConfig, EMConfig, LatentConfig, LMConfig
+    from foretrace.distill import DistillConfig, EMConfig, LMConfig
     from foretrace.distill.em.distributed import launched_group
     from foretrace.distill.run import distill as run
     from foretrace.distill.run import publish
@@ -147,7 +144,6 @@ def distill(
         length=length,
         prompted=prompted,
         start=start.value,
-        latent=LatentConfig(persistence=persistence),
         em=EMConfig(epochs=epochs, batch_size=batch_size, dtype=em_dtype.value, held_out=held_out),
         seed=seed,
     )
@@ -206,7 +202,7 @@ def _show_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from foretrace.distill.costs import format_bytes
+    from foretrace.distill.config import format_bytes
     from foretrace.distill.plan import plan
 
     estimate = plan(model, config, prompts=prompts, lm=lm, folder=out)

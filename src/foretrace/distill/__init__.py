@@ -8,12 +8,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from foretrace.distill.config import DistillConfig
+from foretrace.distill.config import DistillConfig, LMConfig
 from foretrace.distill.em.config import EMConfig, Progress
 from foretrace.distill.em.train import train
-from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.latent import LatentConfig
 from foretrace.distill.sampling.corpus import Corpus, Manifest
-from foretrace.distill.start.latent import LatentConfig
 
 __all__ = [
     "Corpus",

@@ -11,23 +11,19 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.chat import Prompt
-from foretrace.distill.config import DistillConfig
-from foretrace.distill.costs import Costs, nearest_existing
+from foretrace.distill.clustering import Basis, lloyd_step
+from foretrace.distill.config import Costs, DistillConfig, LMConfig, nearest_existing
 from foretrace.distill.em.config import DTYPES
-from foretrace.distill.em.e_step import BatchCounts, EStep
+from foretrace.distill.em.e_step import BatchCounts, EStep, Workspace
 from foretrace.distill.em.m_step import Counts
-from foretrace.distill.em.workspace import Workspace
-from foretrace.distill.lm_config import LMConfig
-from foretrace.distill.sampling.sample import Opening, Openings, are_chats
-from foretrace.distill.sampling.source import Source
-from foretrace.distill.start import kmeans
-from foretrace.distill.start.basis import Basis
-from foretrace.distill.start.latent import (
+from foretrace.distill.latent import (
     FILE_ROWS,
     HiddenStates,
     before_end_mask,
     feature_vectors,
 )
+from foretrace.distill.sampling.sample import Opening, Openings, are_chats
+from foretrace.distill.sampling.source import Source
 from foretrace.gguf import is_gguf
 from foretrace.hmm import HMM
 
@@ -146,12 +142,12 @@ def _time_latent_start(
     reading = (perf_counter() - started) / len(rows) * config.read_rows
     mask = before_end_mask(rows, eos)
     basis = Basis.fit(hidden[:, 1:][mask], config.latent.dimensions)
-    vectors = feature_vectors(basis(hidden), mask, config.latent.persistence)
+    vectors = feature_vectors(basis(hidden), mask)
     passes = config.latent.iterations + 1  # one more to count
     centroids = vectors[torch.randint(len(vectors), (config.num_states - 1,))]
-    kmeans.lloyd_step(lambda: [vectors[:100]], centroids)  # warm up
+    lloyd_step(lambda: [vectors[:100]], centroids)  # warm up
     fixed, full = (
-        _seconds(lambda block=block: kmeans.lloyd_step(lambda: [block], centroids))  # type: ignore[misc]
+        _seconds(lambda block=block: lloyd_step(lambda: [block], centroids))  # type: ignore[misc]
         for block in (vectors[:1], vectors)
     )
     row_seconds = max(0.0, full - fixed) / len(rows)

@@ -19,20 +19,17 @@ from torch import Tensor
 from foretrace import _io
 from foretrace.chat import Prompt
 from foretrace.distill import card
-from foretrace.distill.config import DistillConfig
-from foretrace.distill.context_gain import context_gain
-from foretrace.distill.costs import require_disk
-from foretrace.distill.em.checkpoint import CHECKPOINT_FILE, METRICS_FILE
-from foretrace.distill.em.config import FREE_SETTINGS, Progress
+from foretrace.distill.clustering import require_faiss
+from foretrace.distill.config import DistillConfig, LMConfig, require_disk
+from foretrace.distill.em.config import CHECKPOINT_FILE, FREE_SETTINGS, METRICS_FILE, Progress
 from foretrace.distill.em.distributed import ProcessGroup, process_group
+from foretrace.distill.em.measures import context_gain
 from foretrace.distill.em.train import train
-from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.latent import LatentStart
 from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, ShardSplit
 from foretrace.distill.sampling.sample import are_chats, manifest_settings, sample
 from foretrace.distill.sampling.source import public_name
 from foretrace.distill.sampling.work_claims import POLL_SECONDS, claim_work, share_work
-from foretrace.distill.start.kmeans import require_faiss
-from foretrace.distill.start.latent import LatentStart
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
 from foretrace.hmm.storage import CONFIG_FILE, TENSOR_FILE
@@ -145,8 +142,9 @@ class _Distillation:
         existing = {**hmm.config.distillation["settings"], "model": hmm.config.source_model}
         expected = {**json.loads(json.dumps(wanted)), "model": public_name(self.model)}
         for settings in (existing, expected):
-            em = settings.pop("em", {})
-            settings |= {f"em.{key}": v for key, v in em.items() if key not in FREE_SETTINGS}
+            for stage in ("em", "latent"):
+                nested = settings.pop(stage, {}).items()
+                settings |= {f"{stage}.{k}": v for k, v in nested if k not in FREE_SETTINGS}
         _require_equal(folder, "made", existing, expected)
 
     def _sample(self) -> Corpus:
@@ -183,9 +181,11 @@ class _Distillation:
         settings = {key: asdict(self.config)[key] for key in ("num_states", "start", "latent")}
         latent = None
         if self.config.start == "latent":
-            config = self.config.latent
+            config = self.config
             hidden = self.work / "hidden" / _rows_digest(split, config.seed)
-            latent = LatentStart(corpus, split, self.config.num_states, config, hidden)
+            latent = LatentStart(
+                corpus, split, config.num_states, config.read_rows, config.latent, hidden
+            )
 
         def build(_number: int, _path: Path) -> None:
             if latent is None:

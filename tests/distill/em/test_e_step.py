@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from foretrace.distill.em import e_step
-from foretrace.distill.em.e_step import BatchCounts, BatchParameters, EStep
-from foretrace.distill.em.workspace import Workspace
+from foretrace.distill.em.e_step import BatchCounts, BatchParameters, EStep, Workspace
 from foretrace.hmm import HMM
 from tiny import LENGTH, STATES, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
 

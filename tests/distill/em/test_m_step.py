@@ -3,9 +3,8 @@
 import torch
 
 from foretrace.distill.em import m_step
-from foretrace.distill.em.e_step import BatchCounts
+from foretrace.distill.em.e_step import BatchCounts, Workspace
 from foretrace.distill.em.m_step import Counts
-from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm import HMM, HMMConfig
 from tiny import dense_tables
 

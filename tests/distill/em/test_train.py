@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 import forked
 from foretrace.distill import Corpus, EMConfig, Manifest, Progress, train
-from foretrace.distill.em.e_step import BatchCounts, EStep
+from foretrace.distill.em.e_step import BatchCounts, EStep, Workspace
 from foretrace.distill.em.m_step import Counts
-from foretrace.distill.em.workspace import Workspace
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM
 from tiny import dense_tables
@@ -204,8 +203,7 @@ def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path
     command = em_command(corpus, out)
     nowhere = Path(os.devnull)
     for lines in (5, 30, 71):
-        words = ["foretrace", *command]
-        process = forked.start(forked.foretrace, words, stdout=nowhere, stderr=nowhere)
+        process = forked.start(forked.foretrace, command, stdout=nowhere, stderr=nowhere)
         metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or metrics.read_text().count("\n") < lines:
             assert time.monotonic() < deadline

@@ -96,7 +96,7 @@ def test_an_hmm_is_distilled(smollm2_gguf: Path, tmp_path: Path) -> None:
         num_states=8,
         sequences=64,
         length=8,
-        latent=LatentConfig(places_per_state=16, iterations=2),
+        latent=LatentConfig(iterations=2),
         em=EMConfig(epochs=1, batch_size=32, held_out=16),
     )
     hmm = distill(str(smollm2_gguf), config, out=tmp_path, lm=LMConfig(end_of_text=END))

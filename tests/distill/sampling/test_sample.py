@@ -15,7 +15,7 @@ from foretrace.errors import InvalidFileError, InvalidInputError
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from foretrace.distill.lm_config import LMConfig
+from foretrace.distill.config import LMConfig
 from foretrace.distill.sampling import transformers_source
 from foretrace.distill.sampling.transformers_source import TransformersSource
 

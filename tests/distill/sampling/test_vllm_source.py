@@ -75,7 +75,7 @@ def test_distillation_with_vllm(smollm2: Path, tmp_path: Path) -> None:
         num_states=16,
         sequences=256,
         length=16,
-        latent=LatentConfig(places_per_state=64, iterations=3),
+        latent=LatentConfig(iterations=3),
         em=EMConfig(epochs=5, batch_size=64, held_out=64),
     )
     options = {**OPTIONS, "max_model_len": 17}

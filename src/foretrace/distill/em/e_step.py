@@ -6,19 +6,35 @@ allocated once.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from foretrace.distill.em.workspace import Workspace
 from foretrace.hmm.inference import IMPOSSIBLE
 from foretrace.hmm.probability import chunks
 
 BUFFER_ELEMENTS = 1 << 27  # beliefs kept for the backward pass: 512 MB of float32
 STRETCH = 4  # positions whose pairs of states are counted in one product
 CEILING = 1e30  # evidence for unreachable states grows without bound: keep it finite
+
+
+class Workspace:
+    """Named buffers that batches reuse, because allocating fresh pages costs time."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialised tensor; it overwrites the last one of the same name."""
+        size = prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = self._like.new_empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretrace.distill.em.e_step import BatchCounts, BatchParameters
-from foretrace.distill.em.workspace import Workspace
+from foretrace.distill.em.e_step import BatchCounts, BatchParameters, Workspace
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import CHUNK_ELEMENTS, emit_only_ends_
 

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.distill.em.checkpoint import CheckpointFolder
-from foretrace.distill.em.config import DTYPES, FREE_SETTINGS, EMConfig, Progress
+from foretrace.distill.em.config import (
+    DTYPES,
+    FREE_SETTINGS,
+    CheckpointFolder,
+    EMConfig,
+    Progress,
+)
 from foretrace.distill.em.distributed import ProcessGroup, current_group
-from foretrace.distill.em.e_step import BatchCounts, EStep, log_likelihood
+from foretrace.distill.em.e_step import BatchCounts, EStep, Workspace, log_likelihood
 from foretrace.distill.em.m_step import Counts
-from foretrace.distill.em.ngram import Baselines, ngram_baselines, text_mask
-from foretrace.distill.em.workspace import Workspace
+from foretrace.distill.em.measures import Baselines, ngram_baselines, text_mask
 from foretrace.distill.sampling.corpus import Corpus, ShardSplit
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
@@ -126,11 +130,10 @@ class _Run:
             return 0
         settings = _checkpoint_settings(self.config, self.corpus, self.split, self.counts)
         self.checkpoints = CheckpointFolder(folder, settings, self.config.checkpoint_minutes)
-        checkpoint = self.checkpoints.resume()
-        if checkpoint is None:
-            return 0
-        self.counts.restore(checkpoint.tensors)
-        return checkpoint.step
+        step, tensors = self.checkpoints.resume()
+        if tensors:
+            self.counts.restore(tensors)
+        return step
 
     def _broadcast_counts(self) -> None:
         """Copy the leader's counts, which a checkpoint may have set, to all processes."""
@@ -228,7 +231,7 @@ class _Run:
         if self.baselines is not None:
             facts |= {f"{name}_log_likelihood": v for name, v in asdict(self.baselines).items()}
         manifest, before = self.corpus.manifest, start_config.distillation
-        if "steps" in before:  # a trained HMM: its results are not those of this run
+        if "steps" in before:  # a trained HMM, with results of another run
             before = {"start": before}
         config = HMMConfig(
             eos_token_ids=manifest.eos_token_ids,
@@ -261,9 +264,9 @@ def _require_compatible(start: HMM, corpus: Corpus) -> int | None:
     )
     if bool(manifest.eos_token_ids) != bool(start.config.eos_token_ids):
         raise InvalidInputError(
-            f"The end-of-text tokens of the corpus are {list(manifest.eos_token_ids)}, and those "
-            f"of the HMM are {list(start.config.eos_token_ids)}. Both must have some, because the "
-            f"HMM's last state stands for the end of a text, or neither."
+            f"The corpus has the end-of-text tokens {list(manifest.eos_token_ids)}, and the HMM "
+            f"{list(start.config.eos_token_ids)}. Both must have some, because the HMM's last "
+            f"state stands for the end of a text, or neither."
         )
     return manifest.eos_token_id
 

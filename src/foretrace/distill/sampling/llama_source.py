@@ -1,16 +1,16 @@
 """Sample text, and compute hidden states, with llama.cpp."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretrace.chat import Prompt
 from foretrace.distill.sampling.source import (
-    encode,
+    Source,
+    TokenLists,
     find_ends,
     pad_rows,
     public_name,
@@ -18,7 +18,6 @@ from foretrace.distill.sampling.source import (
 )
 from foretrace.errors import InvalidInputError
 from foretrace.gguf import GGUFTokenizer, load_llama
-from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -39,29 +38,22 @@ class Position(NamedTuple):
 
 
 @dataclass
-class LlamaSource:
+class LlamaSource(Source):
     """Samples with llama.cpp, several sequences at once, from a GGUF file."""
 
-    name: str
     llm: "Llama"
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: tuple[int, ...]
     batch_size: int = SEQUENCES
-    vocab_size: int = field(init=False)
-    tokenizer_fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         import llama_cpp
 
-        self.vocab_size = int(self.llm.n_vocab())
-        self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
         self._api: Any = llama_cpp
         self._batch = llama_cpp.llama_batch_init(CALL_TOKENS, 0, 1)
 
     @property
-    def eos_token_id(self) -> int:
-        """The first of the tokens that end a text; it also begins texts."""
-        return self.ends[0]
+    def vocab_size(self) -> int:
+        """The number of tokens that the language model can emit."""
+        return int(self.llm.n_vocab())
 
     @classmethod
     def load(
@@ -82,7 +74,7 @@ class LlamaSource:
             "n_ctx": context,
             "n_batch": CALL_TOKENS,
             "n_gpu_layers": 0 if device == "cpu" else -1,
-            # Contexts for embeddings are also those for several sequences.
+            # A context for embeddings also takes several sequences.
             "embedding": True,
             "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE,
         }
@@ -90,22 +82,14 @@ class LlamaSource:
         tokenizer = GGUFTokenizer(llm)
         alias = cast("PreTrainedTokenizerBase", tokenizer)  # it has the methods in use
         ends = find_ends(alias, end_of_text_token, chat=chat, model_ends=tokenizer.end_token_ids)
-        return cls(public_name(file), llm, alias, ends)
-
-    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Convert texts to token ids without special tokens, and chats by the chat template."""
-        return encode(self.tokenizer, prompts)
+        return cls(public_name(file), alias, ends, llm)
 
     def draw(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        length: int,
-        seed: int,
-        contexts: Sequence[Sequence[int]] | None = None,
+        self, prefixes: TokenLists, length: int, seed: int, contexts: TokenLists | None = None
     ) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         torch.manual_seed(seed)
-        contexts = [[self.eos_token_id]] * len(prefixes) if contexts is None else contexts
+        contexts = self.contexts_or_start(contexts, len(prefixes))
         rows = torch.empty(len(prefixes), length, dtype=torch.long)
         sizes = [len(context) + length for context in contexts]
         for group in self._groups(sizes):
@@ -116,19 +100,15 @@ class LlamaSource:
             )
         return rows
 
-    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
-
-        The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
-        of at least one token each, before the rows: by default the token that begins a text.
-        """
-        contexts = [[self.eos_token_id]] * len(rows) if contexts is None else contexts
+    def hidden(self, rows: Tensor, contexts: TokenLists | None = None) -> Tensor:
+        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d)."""
+        contexts = self.contexts_or_start(contexts, len(rows))
         length = rows.shape[1] + 1
         hidden = torch.empty(len(rows), length, self.llm.n_embd())
         for group in self._groups([len(context) + length - 1 for context in contexts]):
             positions = [
-                Position(place, index, token, index >= len(contexts[row]) - 1)
-                for place, row in enumerate(group)
+                Position(sequence, index, token, index >= len(contexts[row]) - 1)
+                for sequence, row in enumerate(group)
                 for index, token in enumerate([*contexts[row], *rows[row].tolist()])
             ]
             self._clear()
@@ -187,7 +167,7 @@ class LlamaSource:
         self._api.llama_memory_clear(self._api.llama_get_memory(self.llm.ctx), True)
 
     def _compute(self, positions: Sequence[Position], *, hidden_states: bool = False) -> Tensor:
-        """Compute tokens, and return the logits or hidden states of those that are read."""
+        """Compute tokens; return the logits or hidden states of the tokens that are read."""
         api, context = self._api, self.llm.ctx
         api.llama_set_embeddings(context, hidden_states)
         read = api.llama_get_embeddings_ith if hidden_states else api.llama_get_logits_ith

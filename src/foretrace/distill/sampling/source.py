@@ -1,11 +1,14 @@
-"""The protocol of a language model to sample text from, and helpers of its implementations.
+"""A language model to sample text from, and helpers of its implementations.
 
 Every source samples from the LM's distribution: temperature 1, top-p 1, no top-k. The defaults of a
 library (transformers keeps the 50 most likely tokens) would change the distribution that the HMM
 learns.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,44 +18,72 @@ from torch import Tensor
 from foretrace import _io
 from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.errors import InvalidInputError, reason
+from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TokenLists = Sequence[Sequence[int]]
+"""Token ids of several texts, contexts or prefixes."""
 
-class Source(Protocol):
-    """A language model that continues token sequences."""
+
+@dataclass
+class Source(ABC):
+    """A language model that continues token sequences.
+
+    Attributes:
+        name: The name to publish: a hub id, or the name of a folder without its path.
+        tokenizer: The tokenizer of the language model.
+        ends: The tokens that end a text; in a row, the first of them stands for all.
+    """
 
     name: str
-    """The name to publish: a hub id, or the name of a folder without its path."""
-    vocab_size: int
+    tokenizer: "PreTrainedTokenizerBase"
     ends: tuple[int, ...]
-    """The tokens that end a text; in a row, the first of them stands for all."""
-    tokenizer_fingerprint: str
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """The number of tokens that the language model can emit."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """The number of sequences that are sampled at once."""
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """The fingerprint of the tokenizer's vocabulary."""
+        return fingerprint(self.tokenizer.get_vocab())
 
     @property
     def eos_token_id(self) -> int:
         """The first of the tokens that end a text; it also begins texts."""
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences that are sampled at once."""
+        return self.ends[0]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Convert texts to token ids without special tokens, and chats by the chat template."""
+        return [
+            encode_chat(self.tokenizer, prompt)
+            if is_chat(prompt)
+            else list(self.tokenizer(prompt, add_special_tokens=False).input_ids)
+            for prompt in prompts
+        ]
 
+    def contexts_or_start(self, contexts: TokenLists | None, count: int) -> TokenLists:
+        """Return the contexts of `count` rows: by default the token that begins a text."""
+        return [[self.eos_token_id]] * count if contexts is None else contexts
+
+    @abstractmethod
     def draw(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        length: int,
-        seed: int,
-        contexts: Sequence[Sequence[int]] | None = None,
+        self, prefixes: TokenLists, length: int, seed: int, contexts: TokenLists | None = None
     ) -> Tensor:
         """Continue each prefix to `length` tokens, padded with end of text: (n, length).
 
         The LM reads the contexts before the prefixes: by default the token that begins a text.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Free memory and devices; the source cannot be used afterwards."""
 
@@ -60,13 +91,15 @@ class Source(Protocol):
 class Reader(Protocol):
     """A language model that computes hidden states."""
 
-    tokenizer_fingerprint: str
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """The fingerprint of the tokenizer's vocabulary."""
 
     @property
     def eos_token_id(self) -> int:
         """The first of the tokens that end a text."""
 
-    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
+    def hidden(self, rows: Tensor, contexts: TokenLists | None = None) -> Tensor:
         """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
 
         The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
@@ -123,16 +156,6 @@ def find_ends(
     return tuple(dict.fromkeys(ends))
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Convert texts to token ids without special tokens, and chats by the chat template."""
-    return [
-        encode_chat(tokenizer, prompt)
-        if is_chat(prompt)
-        else list(tokenizer(prompt, add_special_tokens=False).input_ids)
-        for prompt in prompts
-    ]
-
-
 def sample_tokens(logits: Tensor) -> Tensor:
     """Sample a token from each row of (n, V) logits: (n,).
 
@@ -158,7 +181,7 @@ def pad_rows(sequences: Sequence[Tensor], length: int, ends: Sequence[int]) -> T
 
 
 def tokenizer_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that every loader accepts, those of tokenizers included."""
+    """Return the options that every loader accepts, also the loader of tokenizers."""
     return {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
 
 

@@ -1,7 +1,7 @@
 """Sample text, and compute hidden states, with transformers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foretrace._hardware import default_dtype
-from foretrace.chat import Prompt
 from foretrace.distill.sampling.source import (
-    encode,
+    Source,
+    TokenLists,
     find_ends,
     load_tokenizer_and_model,
     pad_rows,
@@ -20,32 +20,22 @@ from foretrace.distill.sampling.source import (
     sample_tokens,
 )
 from foretrace.errors import InvalidInputError
-from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 @dataclass
-class TransformersSource:
+class TransformersSource(Source):
     """Samples with transformers' `generate`, in batches that shrink when memory runs out."""
 
-    name: str
     model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: tuple[int, ...]
     batch_size: int = 256
-    vocab_size: int = field(init=False)
-    tokenizer_fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
 
     @property
-    def eos_token_id(self) -> int:
-        """The first of the tokens that end a text; it also begins texts."""
-        return self.ends[0]
+    def vocab_size(self) -> int:
+        """The number of tokens that the language model can emit."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @classmethod
     def load(
@@ -86,25 +76,17 @@ class TransformersSource:
         # A model's generation config may change the distribution, by a repetition penalty for
         # example, and `generate` reads every setting from it that is not passed.
         model.generation_config = GenerationConfig()
-        return cls(public_name(name), model.eval(), tokenizer, ends)
-
-    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Convert texts to token ids without special tokens, and chats by the chat template."""
-        return encode(self.tokenizer, prompts)
+        return cls(public_name(name), tokenizer, ends, model.eval())
 
     def draw(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        length: int,
-        seed: int,
-        contexts: Sequence[Sequence[int]] | None = None,
+        self, prefixes: TokenLists, length: int, seed: int, contexts: TokenLists | None = None
     ) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         torch.manual_seed(seed)
-        contexts = self._default(contexts, len(prefixes))
+        contexts = self.contexts_or_start(contexts, len(prefixes))
         rows = torch.empty(len(prefixes), length, dtype=torch.long)
-        # Group prefixes of similar length: all rows of a batch generate as many tokens as the
-        # shortest prefix needs.
+        # Group prefixes of similar length: the shortest prefix decides how many tokens all rows of
+        # a batch generate.
         order = sorted(
             range(len(prefixes)), key=lambda row: (len(prefixes[row]), len(contexts[row]))
         )
@@ -118,23 +100,14 @@ class TransformersSource:
             rows[batch] = drawn
         return rows
 
-    def hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d).
-
-        The state at t predicts token t; the state at t + 1 has read it. The LM reads the contexts,
-        of at least one token each, before the rows: by default the token that begins a text.
-        """
-        contexts = self._default(contexts, len(rows))
+    def hidden(self, rows: Tensor, contexts: TokenLists | None = None) -> Tensor:
+        """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d)."""
+        contexts = self.contexts_or_start(contexts, len(rows))
         batches = self._in_batches(
             range(len(rows)),
             lambda batch: self._hidden(rows[batch], [contexts[row] for row in batch]),
         )
         return torch.cat([hidden for _, hidden in batches])
-
-    def _default(
-        self, contexts: Sequence[Sequence[int]] | None, count: int
-    ) -> Sequence[Sequence[int]]:
-        return [[self.eos_token_id]] * count if contexts is None else contexts
 
     def _in_batches(
         self, rows: Sequence[int], work: Callable[[list[int]], Tensor]
@@ -173,7 +146,7 @@ class TransformersSource:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def _hidden(self, rows: Tensor, contexts: Sequence[Sequence[int]]) -> Tensor:
+    def _hidden(self, rows: Tensor, contexts: TokenLists) -> Tensor:
         sequences = [
             torch.cat([torch.tensor(list(context)), row])
             for context, row in zip(contexts, rows.long(), strict=True)
@@ -188,9 +161,7 @@ class TransformersSource:
         )
 
     @torch.inference_mode()
-    def _continue(
-        self, contexts: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], length: int
-    ) -> Tensor:
+    def _continue(self, contexts: TokenLists, prefixes: TokenLists, length: int) -> Tensor:
         inputs = [[*start, *prefix] for start, prefix in zip(contexts, prefixes, strict=True)]
         longest, shortest = max(map(len, inputs)), min(map(len, prefixes))
         input_ids = torch.full((len(inputs), longest), self.eos_token_id)

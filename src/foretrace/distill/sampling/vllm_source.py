@@ -1,49 +1,35 @@
 """Sample text with vLLM, where it is installed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foretrace._hardware import default_dtype
-from foretrace.chat import Prompt
 from foretrace.distill.sampling.source import (
-    encode,
+    Source,
+    TokenLists,
     find_ends,
     load_tokenizer_and_model,
     pad_rows,
     public_name,
 )
 from foretrace.errors import InvalidInputError
-from foretrace.vocabulary import fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
-class VLLMSource:
+class VLLMSource(Source):
     """Samples with vLLM's offline engine, which forms batches and uses several GPUs by itself."""
 
-    name: str
     engine: Any  # vllm.LLM: vLLM is not typed, and it is optional
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: tuple[int, ...]
-    vocab_size: int = field(init=False)
-    tokenizer_fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.vocab_size = int(self.engine.llm_engine.model_config.get_vocab_size())
-        self.tokenizer_fingerprint = fingerprint(self.tokenizer.get_vocab())
 
     @property
-    def eos_token_id(self) -> int:
-        """The first of the tokens that end a text; it also begins texts."""
-        return self.ends[0]
+    def vocab_size(self) -> int:
+        """The number of tokens that the language model can emit."""
+        return int(self.engine.llm_engine.model_config.get_vocab_size())
 
     @property
     def batch_size(self) -> int:
@@ -86,18 +72,10 @@ class VLLMSource:
         )
         model_ends = engine.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
         ends = find_ends(tokenizer, end_of_text_token, chat=chat, model_ends=model_ends)
-        return cls(public_name(name), engine, tokenizer, ends)
-
-    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Convert texts to token ids without special tokens, and chats by the chat template."""
-        return encode(self.tokenizer, prompts)
+        return cls(public_name(name), tokenizer, ends, engine)
 
     def draw(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        length: int,
-        seed: int,
-        contexts: Sequence[Sequence[int]] | None = None,
+        self, prefixes: TokenLists, length: int, seed: int, contexts: TokenLists | None = None
     ) -> Tensor:
         """Continue each prefix to `length` tokens: (n, length)."""
         from vllm import SamplingParams
@@ -118,7 +96,7 @@ class VLLMSource:
             )
             for prefix, row_seed in zip(prefixes, seeds, strict=True)
         ]
-        contexts = [[self.eos_token_id]] * len(prefixes) if contexts is None else contexts
+        contexts = self.contexts_or_start(contexts, len(prefixes))
         prompts = [
             {"prompt_token_ids": [*context, *prefix]}
             for context, prefix in zip(contexts, prefixes, strict=True)

@@ -6,7 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from foretrace.distill.start.kmeans import NearestCentroid, Stream, initial_centroids, lloyd_step
+from foretrace.distill.clustering import NearestCentroid, Stream, initial_centroids, lloyd_step
 from foretrace.errors import InvalidInputError
 
 pytest.importorskip("faiss", reason="needs the extra `transformers`")

@@ -1,11 +1,13 @@
-"""k-means over vectors that are streamed from disk; faiss searches the nearest centroids."""
+"""Clusters of hidden states: projection to principal axes, and k-means over streamed vectors."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from foretrace.errors import InvalidInputError
 
@@ -13,6 +15,33 @@ NUDGE = 1 / 1024  # relative distance between the halves of a cluster that is sp
 
 Stream = Callable[[], Iterable[Tensor]]
 """Returns the same blocks of vectors, (n, d) float32, at every call."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A projection of hidden states to their principal axes, with the strong axes damped.
+
+    k-means needs a hundred dimensions, not thousands: fewer to store and to compare. Each axis is
+    divided by the fourth root of its variance: halfway to whitening. Otherwise the few strongest
+    axes would dominate the distances.
+    """
+
+    mean: Tensor  # (d,)
+    axes: Tensor  # (d, r)
+
+    @classmethod
+    def fit(cls, hidden: Tensor, dimensions: int) -> Self:
+        """Compute the axes of (m, d) hidden states, at most `dimensions`."""
+        unit = normalize(hidden.double(), dim=-1)
+        mean = unit.mean(0)
+        variances, axes = torch.linalg.eigh((unit - mean).T @ (unit - mean) / len(unit))
+        variances, axes = variances[-dimensions:], axes[:, -dimensions:]
+        nonzero = variances > 1e-9 * variances[-1]
+        return cls(mean.float(), (axes[:, nonzero] / variances[nonzero] ** 0.25).float())
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Project hidden states to vectors of unit length: (..., d) -> (..., r)."""
+        return normalize((normalize(hidden.float(), dim=-1) - self.mean) @ self.axes, dim=-1)
 
 
 def initial_centroids(stream: Stream, count: int, seed: int) -> Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretrace.distill.em.ngram import text_mask
+from foretrace.distill.clustering import Basis
+from foretrace.distill.em.measures import text_mask
+from foretrace.distill.latent import FILE_ROWS, LatentConfig, LatentStart
 from foretrace.distill.sampling.corpus import Corpus, Manifest, ShardSplit
-from foretrace.distill.start.basis import Basis
-from foretrace.distill.start.latent import FILE_ROWS, LatentConfig, LatentStart, feature_vectors
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
 
@@ -59,8 +59,11 @@ class TrueStates:
         return torch.eye(5)[torch.cat([states, states[:, -1:]], 1)]
 
 
-def latent_start(corpus: Corpus, folder: Path, states: int, **settings: float) -> LatentStart:
-    return LatentStart(corpus, corpus.split(300), states, LatentConfig(**settings), folder)  # type: ignore[arg-type]
+def latent_start(
+    corpus: Corpus, folder: Path, states: int, rows: int = 128, iterations: int = 10
+) -> LatentStart:
+    config = LatentConfig(iterations=iterations)
+    return LatentStart(corpus, corpus.split(300), states, rows, config, folder)
 
 
 def nats_per_token(hmm: HMM, rows: Tensor) -> float:
@@ -72,7 +75,7 @@ def test_the_true_states_are_recovered(
 ) -> None:
     """There are up to 5 x 4 pairs of states; the start is close to the truth before EM."""
     corpus, states = drawn
-    start = latent_start(corpus, tmp_path, 21, places_per_state=10_000, iterations=20)
+    start = latent_start(corpus, tmp_path, 21, ROWS, iterations=20)
     start.compute_hidden_states(TrueStates(states))
     hmm = start.build_hmm(start.cluster())
     held_out = corpus.held_out(corpus.split(300))
@@ -93,13 +96,13 @@ def test_rows_come_from_all_shards_without_repetition(
     drawn: tuple[Corpus, dict[tuple[int, ...], Tensor]], tmp_path: Path
 ) -> None:
     corpus, states = drawn
-    start = latent_start(corpus, tmp_path, 6, places_per_state=900)  # 450 rows of 1,200
+    start = latent_start(corpus, tmp_path, 6, 450)  # of 1,200
     reader = TrueStates(states)
     start.compute_hidden_states(reader)
     read = torch.cat([block.tokens for block in start.blocks()])
     assert 450 <= len(read) <= 450 + FILE_ROWS
     assert {number for number, _ in start.pieces} == {0, 1, 2}
-    complete = latent_start(corpus, tmp_path / "all", 6, places_per_state=10**6)
+    complete = latent_start(corpus, tmp_path / "all", 6, ROWS)
     reader = TrueStates(states)
     complete.compute_hidden_states(reader)
     assert reader.rows_read == 1200 + FILE_ROWS  # one file twice: first for the basis
@@ -159,29 +162,14 @@ def test_a_basis_of_few_vectors_has_few_axes() -> None:
     assert Basis.fit(torch.randn(5, 40), 128).axes.shape[1] <= 5
 
 
-def test_persistence_adds_the_subject_of_the_row() -> None:
-    hidden = torch.nn.functional.normalize(torch.randn(2, 5, 3, generator=_random(0)), dim=-1)
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    mask[0, 2:] = False
-    plain, subject = (feature_vectors(hidden, mask, weight) for weight in (0.0, 2.0))
-    assert plain.shape == (6, 6)
-    assert subject.shape == (6, 9)
-    assert torch.equal(subject[0, 6:], subject[1, 6:])  # the two positions of the first row
-    assert not torch.allclose(subject[0, 6:], subject[2, 6:])
-    assert torch.allclose(subject[:, 6:].norm(dim=1), torch.tensor(2.0))
-
-
 def test_a_corpus_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     corpus = Corpus.create(tmp_path, Manifest(LENGTH, VOCAB))
     empty: list[ShardSplit] = []
     with pytest.raises(InvalidInputError, match="Start at random"):
-        LatentStart(corpus, empty, 6, LatentConfig(), tmp_path)
+        LatentStart(corpus, empty, 6, 100, LatentConfig(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"places_per_state": 0}, {"dimensions": 0}, {"iterations": 0}, {"persistence": -1.0}],
-)
-def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("wrong", [{"dimensions": 0}, {"iterations": 0}])
+def test_invalid_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidInputError):
-        LatentConfig(**wrong)  # type: ignore[arg-type]
+        LatentConfig(**wrong)

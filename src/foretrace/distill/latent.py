@@ -15,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from foretrace import _io
+from foretrace.distill import clustering
+from foretrace.distill.clustering import Basis
 from foretrace.distill.sampling.corpus import Corpus, ShardSplit
 from foretrace.distill.sampling.work_claims import share_work
-from foretrace.distill.start import kmeans
-from foretrace.distill.start.basis import Basis
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import emit_only_ends_
@@ -41,11 +40,8 @@ class LatentConfig:
     """Settings of latent variable distillation.
 
     Attributes:
-        places_per_state: Number of token positions to cluster, per state.
         dimensions: Number of principal axes of the hidden states.
         iterations: Passes of k-means.
-        persistence: Weight of the mean hidden state of a row. Above 0, positions of rows with a
-            similar subject share states.
         seed: Seed of the choice of rows and of the first centroids.
 
     Raises:
@@ -53,35 +49,17 @@ class LatentConfig:
 
     Example:
         >>> from foretrace.distill import LatentConfig
-        >>> LatentConfig(places_per_state=256).rows(states=1024, length=32)
-        8192
+        >>> LatentConfig(iterations=20).dimensions
+        128
     """
 
-    places_per_state: int = 256
     dimensions: int = 128
     iterations: int = 10
-    persistence: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.places_per_state, self.dimensions, self.iterations)
-        if least < 1 or not self.persistence >= 0:
-            raise InvalidInputError(
-                "places_per_state, dimensions and iterations must be at least 1, persistence at "
-                "least 0."
-            )
-
-    def rows(self, states: int, length: int) -> int:
-        """Return the number of rows whose hidden states are clustered.
-
-        Args:
-            states: The number of states of the HMM.
-            length: Tokens per row.
-
-        Returns:
-            The number of rows, if the corpus has as many.
-        """
-        return -(-self.places_per_state * states // length)
+        if min(self.dimensions, self.iterations) < 1:
+            raise InvalidInputError("dimensions and iterations must be at least 1.")
 
 
 class Block(NamedTuple):
@@ -95,7 +73,8 @@ class Block(NamedTuple):
 class LatentStart:
     """Hidden states of some rows of a corpus, stored in files, and the HMM built from them.
 
-    Memory holds one file at a time. Every stage resumes from the files that exist.
+    About `rows` rows are read, if the corpus has them. Memory holds one file at a time. Every stage
+    resumes from the files that exist.
     """
 
     def __init__(
@@ -103,6 +82,7 @@ class LatentStart:
         corpus: Corpus,
         split: list[ShardSplit],
         states: int,
+        rows: int,
         config: LatentConfig,
         folder: Path,
     ) -> None:
@@ -114,12 +94,11 @@ class LatentStart:
             )
         self.corpus, self.split, self.config = corpus, split, config
         self.eos, self.states = eos, states
-        num_rows = config.rows(states, corpus.manifest.length)
-        self.pieces = list(_choose_pieces(split, num_rows, config.seed))
+        self.pieces = list(_choose_pieces(split, rows, config.seed))
         self.folder = folder
         self.paths = [folder / f"hidden-{n:06d}.safetensors" for n in range(len(self.pieces))]
         self.basis_path = folder / "basis.safetensors"
-        self.centroids_path = folder / f"centroids-{states}-{config.persistence:g}.safetensors"
+        self.centroids_path = folder / f"centroids-{states}.safetensors"
 
     @property
     def complete(self) -> bool:
@@ -176,7 +155,7 @@ class LatentStart:
             tensors, _ = _io.read_tensors(path)
             tokens, hidden = tensors["tokens"], tensors["hidden"].float()
             mask = before_end_mask(tokens, self.eos)
-            yield Block(tokens, mask, feature_vectors(hidden, mask, self.config.persistence))
+            yield Block(tokens, mask, feature_vectors(hidden, mask))
 
     def cluster(self, on_progress: Observer | None = None) -> Tensor:
         """Compute the centroids by k-means, resuming after the last complete pass: (h - 1, d)."""
@@ -185,9 +164,11 @@ class LatentStart:
             tensors, metadata = _io.read_tensors(self.centroids_path)
             centroids, passes = tensors["centroids"].clone(), int(metadata["passes"])
         else:
-            centroids = kmeans.initial_centroids(self._stream, self.states - 1, self.config.seed)
+            centroids = clustering.initial_centroids(
+                self._stream, self.states - 1, self.config.seed
+            )
         for number in range(passes + 1, self.config.iterations + 1):
-            centroids = kmeans.lloyd_step(self._stream, centroids)
+            centroids = clustering.lloyd_step(self._stream, centroids)
             metadata = {"passes": str(number)}
             _io.write_tensors(self.centroids_path, {"centroids": centroids}, metadata)
             if on_progress is not None:
@@ -212,7 +193,7 @@ class LatentStart:
         initial = torch.zeros(states)
         transition_counts = torch.zeros(states * states)
         emission_counts = torch.zeros(manifest.vocab_size * states)
-        nearest = kmeans.NearestCentroid(centroids)
+        nearest = clustering.NearestCentroid(centroids)
         for block in self.blocks():
             state = torch.full_like(block.tokens, states - 1)
             state[block.mask] = nearest(block.vectors)
@@ -238,17 +219,12 @@ def before_end_mask(tokens: Tensor, eos_token_id: int) -> Tensor:
     return (tokens == eos_token_id).cumsum(1) == 0
 
 
-def feature_vectors(hidden: Tensor, mask: Tensor, persistence: float) -> Tensor:
-    """Describe each masked position: (n, T + 1, r) hidden, (n, T) mask -> (positions, 2r or 3r).
+def feature_vectors(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Describe each masked position: (n, T + 1, r) hidden, (n, T) mask -> (positions, 2r).
 
-    A vector holds the hidden state that predicts the token, the one that has read it, and, if
-    `persistence` is above 0, the direction of the row's mean hidden state.
+    A vector holds the hidden state that predicts the token, and the one that has read it.
     """
-    features = [hidden[:, :-1], hidden[:, 1:]]
-    if persistence:
-        subject = normalize((hidden[:, 1:] * mask[..., None]).sum(1, keepdim=True), dim=-1)
-        features.append(persistence * subject.expand_as(features[0]))
-    return torch.cat(features, -1)[mask]
+    return torch.cat([hidden[:, :-1], hidden[:, 1:]], -1)[mask]
 
 
 def _choose_pieces(split: list[ShardSplit], rows: int, seed: int) -> Iterator[tuple[int, int]]:

@@ -1,1 +1,0 @@
-"""Build the HMM that EM starts from."""
