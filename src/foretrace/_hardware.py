@@ -19,25 +19,13 @@ NATIVE_BFLOAT16 = ("amx_bf16", "avx512_bf16")  # flags of x86 CPUs that multiply
 def default_dtype(device: "torch.device | str") -> "torch.dtype":
     """Return the dtype in which a language model runs fast on a device.
 
-    Args:
-        device: A torch device, or its name: `"cpu"`, `"cuda"`, `"cuda:1"`.
-
-    Returns:
-        On CUDA, bfloat16 if the GPU supports it natively, else float16. On a CPU, bfloat16 if the
-        CPU has instructions for it, else float32. On any other device, float32.
+    This is bfloat16 where the hardware has it natively, else float16 on CUDA and float32 elsewhere.
     """
     return _choose(device)[0]
 
 
 def describe_dtype(device: "torch.device | str") -> str:
-    """Return the default dtype of a device and the reason for it, in one phrase.
-
-    Args:
-        device: A torch device, or its name.
-
-    Returns:
-        For example `"float32 (this CPU has no native bfloat16)"`.
-    """
+    """Return the default dtype and its reason: "float32 (this CPU has no native bfloat16)"."""
     dtype, reason = _choose(device)
     return f"{str(dtype).removeprefix('torch.')} ({reason})"
 
@@ -88,13 +76,10 @@ def available_cores() -> int:
 
 @contextmanager
 def share_cores(processes: int) -> Iterator[None]:
-    """Limit torch's threads to this process's share of the cores.
+    """Limit torch's threads to the share of the cores of one of several processes that compute.
 
     Idle threads of torch spin while they wait. Processes with more threads than cores in total
     therefore slow each other down severalfold.
-
-    Args:
-        processes: The number of processes on this machine that compute at the same time.
     """
     import torch
 

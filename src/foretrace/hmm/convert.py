@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidModelError
-from foretrace.hmm.config import HMMConfig, is_integer
 from foretrace.hmm.model import HMM
 from foretrace.hmm.probability import chunks
+from foretrace.hmm.storage import HMMConfig, is_integer
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"

@@ -22,13 +22,7 @@ IMPOSSIBLE = 1e-30
 
 
 class Parameters(Protocol):
-    """Interface of the parameters of an HMM; `HMM` implements it.
-
-    Attributes:
-        initial: p(z_1), (h,).
-        transition: p(z' | z).
-        emission: p(x | z).
-    """
+    """Interface of the parameters of an HMM; `HMM` implements it."""
 
     @property
     def initial(self) -> Tensor:
@@ -70,15 +64,10 @@ class Filtered(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sequences drawn from an HMM, with the states that emitted them.
+    """Sequences drawn from an HMM, with the states that emitted them."""
 
-    Attributes:
-        tokens: Token ids, (B, T).
-        states: State indices, (B, T).
-    """
-
-    tokens: Tensor
-    states: Tensor
+    tokens: Tensor  # (B, T) ids
+    states: Tensor  # (B, T)
 
 
 def condition(emission: Emission, predicted: Tensor, tokens: Tensor) -> Conditioned:
@@ -141,7 +130,7 @@ def scan(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Iterato
         mask: True where there is a token, (B, T). None for no padding.
 
     Yields:
-        The result at every position, (B, ...). Where masked, that of the position before.
+        The result at every position, (B, ...). Where masked, it repeats the position before.
 
     Example:
         >>> from foretrace.hmm import inference
@@ -164,21 +153,10 @@ def scan(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Iterato
 
 
 def filter(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Filtered:
-    """Run the filter over sequences and return the results at all positions.
+    """Run the filter over (B, T) sequences, and return the results at all positions: (B, T, ...).
 
-    Args:
-        hmm: The HMM.
-        tokens: Token ids, (B, T).
-        mask: True where there is a token, (B, T). None for no padding.
-
-    Returns:
-        Fields of shape (B, T, ...). Where masked, belief and predicted are those of the position
-        before, or `hmm.initial` at the start.
-
-    Example:
-        >>> from foretrace.hmm import inference
-        >>> inference.filter(hmm, torch.tensor([[3, 5]])).predicted.shape
-        torch.Size([1, 2, 8])
+    Where masked, belief and predicted are repeated from the position before, or are `hmm.initial`
+    at the start.
     """
     belief = hmm.initial.new_empty(*tokens.shape, len(hmm.initial))
     predicted = torch.empty_like(belief)
@@ -190,21 +168,7 @@ def filter(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Filte
 
 
 def log_likelihood(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the log-likelihood of every sequence, in nats.
-
-    Args:
-        hmm: The HMM.
-        tokens: Token ids, (B, T).
-        mask: True where there is a token, (B, T). None for no padding.
-
-    Returns:
-        log p(x_1 .. x_T), (B,).
-
-    Example:
-        >>> from foretrace.hmm import inference
-        >>> inference.log_likelihood(hmm, torch.tensor([[3, 5], [5, 3]])).shape
-        torch.Size([2])
-    """
+    """Compute log p(x_1 .. x_T) of (B, T) sequences, in nats: (B,)."""
     predicted = hmm.initial.expand(len(tokens), -1)
     total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     before_last = slice(0, tokens.shape[1] - 1)
@@ -218,26 +182,12 @@ def log_likelihood(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) 
 
 
 def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the state posteriors given the complete sequences.
+    """Compute the state posteriors p(z_t | x_1 .. x_T) of (B, T) sequences: (B, T, h); 0 if masked.
 
     Backward from the filter: p(z_t | all) = belief[z_t] sum_z' transition[z_t, z'] ratio[z'], with
     ratio = p(z' | all) / p(z' | x up to t). Every factor is a distribution or a quotient of two, so
     long sequences do not underflow. States whose belief underflows are dropped. If later tokens
     support only dropped states, the posterior is the filter's belief.
-
-    Args:
-        hmm: The HMM.
-        tokens: Token ids, (B, T).
-        mask: True where there is a token, (B, T). None for no padding.
-
-    Returns:
-        p(z_t | x_1 .. x_T), (B, T, h); 0 where masked.
-
-    Example:
-        >>> from foretrace.hmm import inference
-        >>> posterior = inference.smooth(hmm, torch.tensor([[3, 5, 7]]))
-        >>> torch.allclose(posterior.sum(-1), torch.ones(1, 3))
-        True
     """
     filtered = filter(hmm, tokens, mask)
     posterior = torch.zeros_like(filtered.belief)
@@ -263,23 +213,7 @@ def smooth(hmm: Parameters, tokens: Tensor, mask: Tensor | None = None) -> Tenso
 def sample(
     hmm: Parameters, count: int, length: int, generator: torch.Generator | None = None
 ) -> Sampled:
-    """Draw sequences, and the states that emitted them.
-
-    Args:
-        hmm: The HMM.
-        count: Number of sequences.
-        length: Tokens per sequence.
-        generator: Source of random numbers; None for the global one.
-
-    Returns:
-        The tokens and the states.
-
-    Example:
-        >>> from foretrace.hmm import inference
-        >>> drawn = inference.sample(hmm, 2, 5, torch.Generator().manual_seed(0))
-        >>> drawn.tokens.shape, drawn.states.shape
-        (torch.Size([2, 5]), torch.Size([2, 5]))
-    """
+    """Draw `count` sequences of `length` tokens, and the states that emitted them."""
     width = max(1, CHUNK_ELEMENTS // len(hmm.initial))  # sequences per chunk
     blocks = [
         _sample_states(hmm, min(width, count - start), length, generator)

@@ -13,7 +13,6 @@ from torch import Tensor
 from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidInputError, InvalidModelError
 from foretrace.hmm import inference, storage
-from foretrace.hmm.config import HMMConfig
 from foretrace.hmm.emission import DenseEmission, Emission
 from foretrace.hmm.inference import Filtered
 from foretrace.hmm.probability import (
@@ -23,6 +22,7 @@ from foretrace.hmm.probability import (
     working_dtype,
 )
 from foretrace.hmm.sparsify import sparsify
+from foretrace.hmm.storage import HMMConfig
 from foretrace.hmm.transition import DenseTransition, Transition
 
 

@@ -1,7 +1,9 @@
 """Save and load an HMM: `config.json` and `hmm.safetensors`, in a folder or a hub repository."""
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, NamedTuple, TypeVar
@@ -11,13 +13,16 @@ from torch import Tensor
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidModelError
-from foretrace.hmm.config import FORMAT_VERSION, HMMConfig, is_integer
 from foretrace.hmm.emission import DenseEmission, Emission
 from foretrace.hmm.inference import Parameters
 from foretrace.hmm.sparse import SparseEmission
 from foretrace.hmm.transition import DenseTransition, Transition
 from foretrace.vocabulary import require_same_fingerprint
 
+FORMAT_VERSION = 1
+LAYOUT_KEYS = frozenset(
+    {"format_version", "num_states", "vocab_size", "transition", "emission", "save_id"}
+)
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "hmm.safetensors"
 TRANSITIONS: dict[str, type[Transition]] = {DenseTransition.kind: DenseTransition}
@@ -26,6 +31,78 @@ EMISSIONS: dict[str, type[Emission]] = {
     SparseEmission.kind: SparseEmission,
 }
 Operator = TypeVar("Operator", Transition, Emission)
+
+
+@dataclass(frozen=True)
+class HMMConfig:
+    """Metadata of an HMM: its origin and the tokenizer it belongs to.
+
+    Attributes:
+        eos_token_ids: End-of-text token ids. The last state of the HMM emits them and is absorbing.
+        tokenizer_fingerprint: `foretrace.fingerprint` of the tokenizer's vocabulary.
+        source_model: Name of the LM that the HMM was distilled from.
+        distillation: Settings and metrics of the distillation: sequences, length, epochs, seed.
+        sparsification: Settings and measured losses of `HMM.sparsify`, if it was applied.
+
+    Example:
+        >>> ft.HMMConfig(eos_token_ids=(0,), source_model="my-model").eos_token_ids
+        (0,)
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer_fingerprint: str | None = None
+    source_model: str | None = None
+    distillation: Mapping[str, Any] = field(default_factory=dict)
+    sparsification: Mapping[str, float] | None = None
+
+
+def _read_config(content: Mapping[str, Any], where: str) -> HMMConfig:
+    """Read the metadata from the content of a `config.json`. Unknown keys raise a warning."""
+    version = content.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise InvalidFileError(
+            f"{where} has format version {version!r}, but this foretrace reads version "
+            f"{FORMAT_VERSION}. {_advice(version)}"
+        )
+    names = {entry.name for entry in fields(HMMConfig)}
+    unknown = sorted(set(content) - names - LAYOUT_KEYS)
+    if unknown:
+        warnings.warn(f"{where}: ignored unknown keys {', '.join(unknown)}", stacklevel=4)
+    values = {key: value for key, value in content.items() if key in names}
+    for key, value in values.items():
+        if not _IS_VALID[key](value):
+            raise InvalidFileError(
+                f"{where} cannot be read: {key} is {shortened(value)}, which has the wrong type. "
+                f"Save it again."
+            )
+    return HMMConfig(**(values | {"eos_token_ids": tuple(values.get("eos_token_ids", ()))}))
+
+
+def is_integer(value: object) -> bool:
+    """Check that a JSON value is an integer; JSON's true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
+    "eos_token_ids": lambda value: isinstance(value, list) and all(map(is_integer, value)),
+    "tokenizer_fingerprint": _is_text_or_none,
+    "source_model": _is_text_or_none,
+    "distillation": lambda value: isinstance(value, dict),
+    "sparsification": lambda value: value is None or isinstance(value, dict),
+}
+
+
+def _advice(version: object) -> str:
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        return "Upgrade foretrace: pip install -U foretrace."
+    return (
+        "If it is a checkpoint of TRACE or Ctrl-G, convert it: foretrace hmm convert SOURCE --out "
+        "FOLDER. Otherwise save it again."
+    )
 
 
 class StoredHMM(NamedTuple):
@@ -61,7 +138,7 @@ def write(folder: Path, hmm: Parameters, config: HMMConfig) -> None:
         named_tensors(hmm),
         {"save_id": save_id},
         folder / CONFIG_FILE,
-        {**layout, **config.to_json()},
+        {**layout, **asdict(config)},
     )
 
 
@@ -71,7 +148,7 @@ def read(
     """Map both files into memory, and check that they belong together."""
     folder = _io.locate(source, revision, [CONFIG_FILE, TENSOR_FILE])
     content = _io.read_json(folder / CONFIG_FILE)
-    config = HMMConfig.from_json(content, str(folder / CONFIG_FILE))
+    config = _read_config(content, str(folder / CONFIG_FILE))
     require_same_fingerprint(
         f"The HMM '{source}'", config.tokenizer_fingerprint, tokenizer_fingerprint
     )
