@@ -16,6 +16,7 @@ from page_runner import PROJECT, blocks, run_page_strictly, sections
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
+SUITES = ("polite", "mine", "plug-ins")  # that pages define
 SMALLER = {  # the pages' own sizes take hours
     "SmolLM2-135M-Instruct-Q4_1-dequantised": "my-lm",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "my-lm",
@@ -33,6 +34,8 @@ SMALLER = {  # the pages' own sizes take hours
     "import foretrace as ft\n\nconfig": "import foretrace as ft\n"
     "from foretrace.distill import EMConfig\n\nconfig",
     '--engine vllm --engine-options \'{"max_num_seqs": 512, "enforce_eager": true}\'': "",
+    "--suite detox ": "--suite detox --continuations 2 --method medium ",
+    **{f"--suite {name}.yaml": f"--suite {name}.yaml --continuations 2" for name in SUITES},
     "--prompts 200": "--prompts 4",
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
