@@ -54,7 +54,7 @@ def run_foretrace(
     *arguments: object, environment: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command of foretrace until it ends, as `subprocess.run` does."""
-    words = [*map(str, arguments)]
+    words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as scratch:
         stdout, stderr = Path(scratch) / "stdout", Path(scratch) / "stderr"
         process = start(foretrace, words, stdout=stdout, stderr=stderr, environment=environment)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tiny_lm import WORDS, word_tokenizer
 
 MAX_LENGTH = 64
@@ -10,6 +12,7 @@ MAX_LENGTH = 64
 
 def write_tiny_classifier(folder: Path, labels: Sequence[str]) -> Path:
     """Save model and tokenizer in a folder that transformers loads."""
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,6 +22,7 @@ def word_tokenizer(
     vocabulary: Sequence[str] = WORDS, **options: object
 ) -> "PreTrainedTokenizerFast":
     """Make a tokenizer whose tokens are words separated by spaces."""
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -44,6 +47,7 @@ def chat_tokenizer() -> "PreTrainedTokenizerFast":
 
 def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer, like that of GPT-2, on some texts."""
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder
     from tokenizers.models import BPE

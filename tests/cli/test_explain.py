@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
 from foretrace.cli.explain import TokenTable, eap_color, split_text
 from foretrace.engines.transformers.explain import Candidate, Choice
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
 from foretrace.cli.explain import TokenTable
 from foretrace.cli.goal_options import GoalSettings

@@ -130,5 +130,6 @@ def test_a_zero_shot_classifier_takes_any_label(tmp_path: Path) -> None:
 
 
 def test_a_missing_judge_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         load_judge(str(tmp_path), label="toxic")

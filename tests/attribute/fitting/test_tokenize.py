@@ -1,6 +1,9 @@
 """Test that texts are tokenized as continuations."""
 
 import pytest
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
