@@ -56,24 +56,15 @@ def test_every_expression_equals_enumeration(leaves: int) -> None:
         assert (attribute.probability(TEXTS) - probability).abs().max() < 1e-10, text
 
 
-def test_the_complement_of_the_complement_is_the_attribute() -> None:
-    (a, b, _), _ = attributes()
-    for attribute in (a, ~a, a & b, ~(a | b)):
+def test_the_negation_of_a_negation_is_the_attribute() -> None:
+    (a, b, _), (p, *_) = attributes()
+    for attribute in (a, ~a, a & b, ~(a | b), kind()):
         assert ~~attribute is attribute
-
-
-def test_a_renamed_attribute_has_its_own_complement() -> None:
-    (a, *_), (p, *_) = attributes()
-    _ = ~a
-    other = a.renamed("other")
+    other = a.renamed("other")  # it has its own negation
     assert (~other).name == "~other"
     assert ~~other is other
     torch.testing.assert_close((~other).probability(TEXTS), 1 - p)
-
-
-def test_an_attribute_and_its_complement_are_independent() -> None:
-    (a, *_), (p, *_) = attributes()
-    torch.testing.assert_close((a & ~a).probability(TEXTS), p * (1 - p))
+    torch.testing.assert_close((a & ~a).probability(TEXTS), p * (1 - p))  # independent
 
 
 def test_equal_products_are_merged_whatever_the_order() -> None:
@@ -174,18 +165,8 @@ def test_attributes_of_two_tokenizers_cannot_be_combined() -> None:
 @pytest.mark.parametrize(
     "weights",
     [
-        torch.tensor([1.5]),
-        torch.tensor([-0.1]),
-        torch.ones(2, 2),
-        [1.5],
-        [float("nan")],
-        [[0.5]],
-        0.5,
-        "0.5",
-        None,
-        ["a"],
-        [[0.5], [0.5, 0.5]],
-        np.array([0.5j]),
+        *(torch.tensor([1.5]), torch.tensor([-0.1]), torch.ones(2, 2), np.array([0.5j])),
+        *([1.5], [float("nan")], [[0.5]], 0.5, "0.5", None, ["a"], [[0.5], [0.5, 0.5]]),
         torch.tensor([0.5]).to(torch.float8_e4m3fn),
     ],
 )
@@ -213,54 +194,35 @@ BATCH = [[0, 1, 2], [3, 3, 1]]
 MASK = [[True, True, False], [False, True, True]]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        ONE,
-        tuple(ONE),
-        range(1, 3),
-        torch.tensor(ONE),
-        torch.tensor(ONE, dtype=torch.int32),
-        np.array(ONE),
-        np.array(ONE, dtype=np.uint16),
-        [np.int64(token) for token in ONE],
-        list(torch.tensor(ONE)),
-    ],
-)
+SAME_TEXT: list[Any] = [
+    *(ONE, tuple(ONE), range(1, 3), [np.int64(token) for token in ONE], list(torch.tensor(ONE))),
+    *(torch.tensor(ONE, dtype=dtype) for dtype in (torch.int64, torch.int32)),
+    *(np.array(ONE, dtype=dtype) for dtype in (np.int64, np.uint16)),
+]
+SAME_BATCH: list[Any] = [
+    *(BATCH, tuple(BATCH), np.array(BATCH), torch.tensor(BATCH)),
+    *([form(text) for text in BATCH] for form in (tuple, np.array, torch.tensor)),
+    torch.tensor(BATCH).T.contiguous().T,
+]
+SAME_MASK: list[Any] = [MASK, np.array(MASK), np.array(MASK, dtype=int), torch.tensor(MASK).float()]
+
+
+@pytest.mark.parametrize("text", SAME_TEXT)
 def test_the_probability_of_one_text_is_a_number(text: Any) -> None:
     (a, *_), _ = attributes()
     found = a.probability(text)
     assert found.shape == ()
     assert found == a.probability([list(text)])[0]
+    assert a.probability(ONE, [0, 1, 1]) == a.probability(ONE[1:])
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        BATCH,
-        [tuple(text) for text in BATCH],
-        [np.array(text) for text in BATCH],
-        [torch.tensor(text) for text in BATCH],
-        tuple(BATCH),
-        np.array(BATCH),
-        torch.tensor(BATCH),
-        torch.tensor(BATCH).T.contiguous().T,
-    ],
-)
-@pytest.mark.parametrize(
-    "mask", [None, MASK, np.array(MASK), np.array(MASK, dtype=np.int64), torch.tensor(MASK).float()]
-)
+@pytest.mark.parametrize("batch", SAME_BATCH)
+@pytest.mark.parametrize("mask", [None, *SAME_MASK])
 def test_a_batch_and_its_mask_may_be_lists_arrays_or_tensors(batch: Any, mask: Any) -> None:
     (a, b, _), _ = attributes()
     goal = a | ~b
     kept = BATCH if mask is None else [[0, 1], [3, 1]]
     assert goal.probability(batch, mask).tolist() == goal.probability(kept).tolist()
-
-
-def test_one_text_may_have_a_mask_too() -> None:
-    (a, *_), _ = attributes()
-    assert a.probability(ONE, [0, 1, 1]) == a.probability(ONE[1:])
-    assert a.probability(torch.tensor(ONE), np.array([False, True, True])) == a.probability([2, 2])
 
 
 def test_a_batch_may_be_empty() -> None:
@@ -274,29 +236,15 @@ def test_a_batch_may_be_empty() -> None:
 @pytest.mark.parametrize(
     ("tokens", "mask", "problem"),
     [
-        ("text", None, "token ids"),
-        (["a", "b"], None, "token ids"),
+        *((tokens, None, "token ids") for tokens in ("text", ["a"], 3, None, [1, [2]], [[1, [2]]])),
         (["a", "b"], MASK, "token ids"),
-        (3, None, "token ids"),
-        (None, None, "token ids"),
-        ([1.0, 2.0], None, "integers"),
-        ([[1.5]], None, "integers"),
-        ([[True, False]], None, "integers"),
-        (torch.tensor([[1.0]]), None, "integers"),
+        *((tokens, None, "integers") for tokens in ([1.0], [[1.5]], [[True]], [[2**70]])),
+        *((torch.tensor(tokens), None, "integers") for tokens in ([[1.0]], [[True]])),
         (np.array([[1.0]]), None, "integers"),
-        (torch.tensor([[True]]), None, "integers"),
-        (torch.tensor(1), None, "shape"),
-        (torch.zeros(1, 1, 1, dtype=torch.long), None, "shape"),
-        ([[[1]]], None, "shape"),
-        ([1, [2]], None, "token ids"),
-        ([[1], 2], None, "shape"),
-        ([[1, [2]]], None, "token ids"),
-        ([[2**70]], None, "integers"),
-        (BATCH, MASK[:1], "mask"),
-        (BATCH, MASK[0], "mask"),
+        *((torch.ones(shape).long(), None, "shape") for shape in ((), (1, 1, 1))),
+        *((tokens, None, "shape") for tokens in ([[[1]]], [[1], 2])),
+        *((BATCH, mask, "mask") for mask in (MASK[:1], MASK[0], "mask", [[1, 1], [1]])),
         (torch.tensor(BATCH), torch.tensor(MASK)[:, :2], "mask"),
-        (BATCH, "mask", "mask"),
-        (BATCH, [[1, 1], [1]], "mask"),
         ([[1, 2], [3]], [[1, 1], [1, 0]], "same length"),
     ],
 )
@@ -309,28 +257,27 @@ def test_other_inputs_are_refused(tokens: Any, mask: Any, problem: str) -> None:
 @pytest.mark.parametrize(
     "weights",
     [
-        [0.5, 1.0, 0.0],
-        (0.5, 1, 0),
-        np.array([0.5, 1.0, 0.0]),
-        np.array([0.5, 1.0, 0.0], dtype=np.float32),
-        np.array([0.5, 0.1, 1.0, 0.1, 0.0])[::2],
-        torch.tensor([0.5, 1.0, 0.0], dtype=torch.bfloat16),
-        torch.tensor([0.5, 1.0, 0.0], requires_grad=True),
+        *([0.9, 1.0, 0.0], (0.9, 1, 0), np.array([0.9, 1.0, 0.0])),
+        np.array([0.9, 0.1, 1.0, 0.1, 0.0])[::2],
+        torch.tensor([0.9, 1.0, 0.0], dtype=torch.float64, requires_grad=True),
     ],
 )
 def test_weights_may_be_a_list_an_array_or_a_tensor(weights: Any) -> None:
     attribute = Attribute.from_weights(weights)
-    assert attribute.probability([[0], [1], [2]]).tolist() == pytest.approx([0.5, 1.0, 0.0])
+    expected = pytest.approx([0.9, 1.0, 0.0], rel=1e-14)  # all digits are kept
+    assert attribute.probability([[0], [1], [2]]).tolist() == expected
     assert attribute.config.vocab_size == 3
 
 
-@pytest.mark.parametrize("weights", [[1, 0], np.array([True, False]), torch.tensor([1, 0])])
-def test_weights_may_be_integers_or_booleans(weights: Any) -> None:
+@pytest.mark.parametrize(
+    "weights",
+    [
+        *([1, 0], np.array([True, False]), torch.tensor([1, 0])),
+        *(np.array([1.0, 0.0], dtype=np.float32), torch.tensor([1.0, 0.0]).bfloat16()),
+    ],
+)
+def test_weights_may_be_of_any_type(weights: Any) -> None:
     assert Attribute.from_weights(weights).probability([[0], [1]]).tolist() == [1.0, 0.0]
-
-
-def test_weights_in_a_list_keep_their_digits() -> None:
-    assert Attribute.from_weights([0.9]).probability([0]) == pytest.approx(0.9, rel=1e-14)
 
 
 def test_weights_do_not_follow_the_array_they_came_from() -> None:
@@ -409,13 +356,10 @@ def test_evidence_counts_a_token_once_or_every_time() -> None:
     torch.testing.assert_close(kind().probability(texts), expected)
 
 
-def test_the_complement_of_evidence_is_evidence() -> None:
-    texts = [[1, 2], [3], []]
-    unkind = ~kind()
+def test_the_negation_of_evidence_is_evidence() -> None:
+    texts, unkind = [[1, 2], [3], []], ~kind()
     torch.testing.assert_close(unkind.probability(texts), 1 - kind().probability(texts))
     assert unkind.evidence[0].rewards.tolist() == [-2.0, 1.0, -0.5]
-    original = kind()
-    assert ~~original is original
 
 
 def test_a_conjunction_with_evidence_is_the_product_of_probabilities() -> None:
