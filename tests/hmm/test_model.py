@@ -35,23 +35,6 @@ def test_a_seed_makes_random_deterministic() -> None:
     assert not torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=4).initial)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["dense", "sparse"])
-def test_half_precision_is_close_to_exact(form: str, dtype: torch.dtype) -> None:
-    exact = HMM(
-        simplex(64, seed=0),
-        simplex(64, 64, seed=1),
-        sparse_emission(300, 64, share=0.1)
-        if form == "sparse"
-        else simplex(300, 64, seed=2, dim=0),
-    )
-    texts = exact.sample(8, 200, seed=0)
-    half = exact.to(dtype=dtype)
-    assert half.initial.dtype == torch.float32
-    per_token = (half.log_likelihood(texts).double() - exact.log_likelihood(texts)) / 200
-    assert per_token.abs().max() < 2e-3
-
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -59,18 +42,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 def test_converting_between_dtypes(form: str, source: torch.dtype, target: torch.dtype) -> None:
-    hmm = HMM(
-        simplex(30, seed=0),
-        simplex(30, 30, seed=1),
-        sparse_emission(200, 30, share=0.1)
-        if form == "sparse"
-        else simplex(200, 30, seed=2, dim=0),
-    )
-    texts = hmm.sample(4, 20, seed=0)
-    converted = hmm.to(dtype=source).to(dtype=target)
+    dense, sparse = simplex(200, 30, seed=2, dim=0), sparse_emission(200, 30, share=0.1)
+    emission = sparse if form == "sparse" else dense
+    exact = HMM(simplex(30, seed=0), simplex(30, 30, seed=1), emission)
+    texts = exact.sample(8, 100, seed=0)
+    converted = exact.to(dtype=source).to(dtype=target)
     assert converted.dtype == target
-    per_token = converted.log_likelihood(texts).double() / 20
-    torch.testing.assert_close(per_token, hmm.log_likelihood(texts) / 20, rtol=0, atol=5e-3)
+    assert converted.initial.dtype in (torch.float32, torch.float64)  # beliefs are not narrower
+    per_token = converted.log_likelihood(texts).double() / 100
+    torch.testing.assert_close(per_token, exact.log_likelihood(texts) / 100, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(

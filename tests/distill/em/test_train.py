@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_metrics_are_observed_and_written(tmp_path: Path) -> None:
     assert facts["held_out_log_likelihood"] == held_out
     assert facts["unigram_log_likelihood"] == baselines.unigram
     assert hmm.config.source_model == "an HMM"
-    # the held-out log-likelihood is that of the returned HMM
+    # the returned HMM has the held-out log-likelihood
     rows = corpus.held_out(corpus.split(100))
     text = (rows == EOS).cumsum(1) <= 1
     assert len(rows) == 100
@@ -179,21 +180,23 @@ def run_two_processes(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def require_equal(folder: Path, other: Path) -> None:
+    for found, expected in zip(tables(folder), tables(other), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def test_two_processes_train_the_same_hmm(trained: tuple[Path, Path], tmp_path: Path) -> None:
     corpus, alone = trained
     run_two_processes(em_command(corpus, tmp_path / "two"))
-    for found, expected in zip(tables(tmp_path / "two"), tables(alone), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    require_equal(tmp_path / "two", alone)
 
 
 def test_two_processes_in_single_precision(trained: tuple[Path, Path], tmp_path: Path) -> None:
     """In one epoch: over many, EM amplifies differences of rounding."""
-    corpus, _ = trained
     once = ["--dtype", "float32", "--epochs", "1"]
-    run_two_processes(em_command(corpus, tmp_path / "two", *once))
-    assert forked.run_foretrace(*em_command(corpus, tmp_path / "one", *once)).returncode == 0
-    for found, expected in zip(tables(tmp_path / "two"), tables(tmp_path / "one"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    run_two_processes(em_command(trained[0], tmp_path / "two", *once))
+    assert forked.run_foretrace(*em_command(trained[0], tmp_path / "one", *once)).returncode == 0
+    require_equal(tmp_path / "two", tmp_path / "one")
 
 
 def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path) -> None:
@@ -214,76 +217,82 @@ def test_a_killed_run_resumes_exactly(trained: tuple[Path, Path], tmp_path: Path
         assert not (out / "hmm.safetensors").exists()
     done = forked.run_foretrace(*command)
     assert done.returncode == 0, done.stderr
-    for actual, expected in zip(tables(out), tables(alone), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    require_equal(out, alone)
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) == 6 * 19
 
 
-def test_a_finished_run_is_not_run_again(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    source = concentrated(4, 20, seed=1)
-    corpus = write_corpus(tmp_path / "corpus", source, rows=200, length=6)
-    config = EMConfig(epochs=2, batch_size=50, held_out=20)
-    start, seen = HMM.random(4, 20, seed=1), list[Progress]()
-    first = train(start, corpus, config, folder=tmp_path / "run")
-    again = train(start, corpus, config, folder=tmp_path / "run", on_progress=seen.append)
+@dataclass(frozen=True)
+class Small:
+    """A small run that has finished in its folder."""
+
+    corpus: Corpus
+    folder: Path
+    result: HMM
+    config: ClassVar = EMConfig(epochs=2, batch_size=50, held_out=20)
+    start: ClassVar = HMM.random(4, 20, seed=1)
+
+    def run(self, **settings: Any) -> HMM:
+        """Run it again, with other settings, from another start or on another corpus."""
+        start, corpus = settings.pop("start", self.start), settings.pop("corpus", self.corpus)
+        seen = settings.pop("on_progress", None)
+        config = replace(self.config, **settings)
+        return train(start, corpus, config, folder=self.folder, on_progress=seen)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Small:
+    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+    result = train(Small.start, corpus, Small.config, folder=tmp_path / "run")
+    return Small(corpus, tmp_path / "run", result)
+
+
+def test_a_finished_run_is_not_run_again(small: Small) -> None:
+    seen: list[Progress] = []
+    again = small.run(on_progress=seen.append, checkpoint_minutes=1.0)
     assert not seen
-    texts = source.sample(10, 6, seed=0)
-    assert torch.equal(first.log_likelihood(texts), again.log_likelihood(texts))
-    assert again.config == first.config
+    texts = small.start.sample(10, 6, seed=0)
+    assert torch.equal(small.result.log_likelihood(texts), again.log_likelihood(texts))
 
 
-def test_other_settings_do_not_resume_from_a_checkpoint(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
-    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
-    train(start, corpus, config, folder=tmp_path / "run")
+def test_a_checkpoint_belongs_to_its_settings_its_start_and_its_corpus(
+    small: Small, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidFileError, match=r"epochs was 2, is 3.*another folder"):
-        train(start, corpus, replace(config, epochs=3), folder=tmp_path / "run")
-    train(start, corpus, replace(config, checkpoint_minutes=1.0), folder=tmp_path / "run")
-    corpus.append(torch.zeros(1, 6, dtype=torch.long))
-    with pytest.raises(InvalidFileError, match="other shards"):
-        train(start, corpus, config, folder=tmp_path / "run")
-
-
-def test_a_checkpoint_belongs_to_its_start_and_its_corpus(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
-    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
-    train(start, corpus, config, folder=tmp_path / "run")
+        small.run(epochs=3)
     with pytest.raises(InvalidFileError, match="started from another HMM"):
-        train(HMM.random(4, 20, seed=2), corpus, config, folder=tmp_path / "run")
+        small.run(start=HMM.random(4, 20, seed=2))
     with pytest.raises(InvalidFileError, match="states was 4, is 5"):
-        train(HMM.random(5, 20, seed=1), corpus, config, folder=tmp_path / "run")
+        small.run(start=HMM.random(5, 20, seed=1))
     other = write_corpus(tmp_path / "other", concentrated(4, 20, seed=2), rows=200, length=6)
     with pytest.raises(InvalidFileError, match="other shards"):
-        train(start, other, config, folder=tmp_path / "run")
+        small.run(corpus=other)
+    small.corpus.append(torch.zeros(1, 6, dtype=torch.long))
+    with pytest.raises(InvalidFileError, match="other shards"):
+        small.run()
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
-    config, start = EMConfig(epochs=2, batch_size=50, held_out=20), HMM.random(4, 20, seed=1)
-    train(start, corpus, config, folder=tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_a_damaged_checkpoint_is_refused(small: Small) -> None:
+    metrics = small.folder / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b"\0\0\0\n")  # as a power failure may leave it
-    train(start, corpus, config, folder=tmp_path / "run")
+    small.run()
     assert metrics.read_text().count("\n") == 8
-    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
+    checkpoint = small.folder / "checkpoint.safetensors"
     content = bytearray(checkpoint.read_bytes())
     content[-5] ^= 1
     checkpoint.write_bytes(content)
     with pytest.raises(InvalidFileError, match=r"damaged.*Remove it"):
-        train(start, corpus, config, folder=tmp_path / "run")
+        small.run()
 
 
-def test_mini_batches_need_a_pseudocount(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
+def test_mini_batches_need_a_pseudocount(small: Small) -> None:
     with pytest.raises(InvalidInputError, match="Mini-batches need a pseudocount"):
-        train(HMM.random(4, 20), corpus, EMConfig(batch_size=50, held_out=20, pseudocount=0.0))
+        small.run(pseudocount=0.0)
 
 
-def test_the_start_is_freed(tmp_path: Path) -> None:
+def test_the_start_is_freed(small: Small) -> None:
     """Its tables are as large as the counts: both together would double the memory."""
-    corpus = write_corpus(tmp_path / "corpus", concentrated(4, 20, seed=1), rows=200, length=6)
     alive: list[weakref.ref[HMM]] = []
 
     def start() -> HMM:
@@ -293,7 +302,7 @@ def test_the_start_is_freed(tmp_path: Path) -> None:
 
     seen: list[bool] = []
     config = EMConfig(epochs=1, batch_size=100, held_out=20)
-    train(start(), corpus, config, on_progress=lambda _: seen.append(alive[0]() is None))
+    train(start(), small.corpus, config, on_progress=lambda _: seen.append(alive[0]() is None))
     assert seen == [True, True]
 
 
@@ -306,13 +315,9 @@ def test_the_hmm_must_fit_the_corpus(tmp_path: Path) -> None:
         train(HMM.random(4, 21), corpus, config)
     with pytest.raises(InvalidInputError, match="or neither"):
         train(HMM.random(4, 20), corpus, config)
-    other = HMM.random(4, 20, eos_token_id=3)
-    other = HMM(
-        other.initial,
-        other.transition,
-        other.emission,
-        replace(other.config, tokenizer_fingerprint="y"),
-    )
+    hmm = HMM.random(4, 20, eos_token_id=3)
+    config_of_other = replace(hmm.config, tokenizer_fingerprint="y")
+    other = HMM(hmm.initial, hmm.transition, hmm.emission, config_of_other)
     with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
         train(other, corpus, config)
 

@@ -36,10 +36,8 @@ def test_first_tokens_follow_the_distribution_of_the_lm(source: TransformersSour
     assert (observed > 0).sum() > 50  # transformers' default keeps 50
 
 
-def test_a_prefix_conditions_its_row_alone(
-    source: TransformersSource,
-) -> None:
-    """Rows of other lengths in the batch have no effect: padding is mdevices."""
+def test_a_prefix_conditions_its_row_alone(source: TransformersSource) -> None:
+    """Rows of other lengths in the batch have no effect: padding is masked."""
     prefix = [5, 9, 11]
     with torch.no_grad():
         logits = source.model(torch.tensor([[0, *prefix]])).logits[0, -1]
@@ -139,25 +137,20 @@ def test_a_batch_halves_when_memory_runs_out(
     source: TransformersSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a GPU that runs out of memory is simulated."""
-    generate = TransformersSource._continue
+    generate, fits = source.model.generate, 16
 
-    def out_of_memory_above_16(
-        self: TransformersSource,
-        contexts: list[list[int]],
-        prefixes: list[list[int]],
-        length: int,
-    ) -> torch.Tensor:
-        if len(prefixes) > 16:
+    def limited(input_ids: torch.Tensor, **settings: object) -> object:
+        if len(input_ids) > fits:
             raise torch.OutOfMemoryError("too large")
-        return generate(self, contexts, prefixes, length)
+        return generate(input_ids, **settings)  # type: ignore[operator]
 
-    monkeypatch.setattr(TransformersSource, "_continue", out_of_memory_above_16)
+    monkeypatch.setattr(source.model, "generate", limited)
     monkeypatch.setattr(source, "batch_size", 100)
     assert source.draw([[]] * 50, 6, seed=0).shape == (50, 6)
     assert source.batch_size == 12
-    monkeypatch.setattr(source, "batch_size", 1)
+    fits = 0
     with pytest.raises(InvalidInputError, match="single sequence"):
-        source._shrink(MemoryError())
+        source.draw([[]] * 50, 6, seed=0)
 
 
 @pytest.mark.parametrize("native", [torch.bfloat16, torch.float32])
