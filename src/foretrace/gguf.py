@@ -19,13 +19,7 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(source: str) -> bool:
-    """Return whether the name of a language model is that of a GGUF file.
-
-    Args:
-        source: A file, a folder or a hub id.
-
-    Returns:
-        Whether it ends with `.gguf`.
+    """Return whether the name of a language model is the name of a GGUF file.
 
     Example:
         >>> from foretrace.gguf import is_gguf
@@ -87,7 +81,7 @@ class Encoding(NamedTuple):
 class GGUFTokenizer:
     """The tokenizer of a GGUF file.
 
-    It has those methods of the tokenizers of transformers that foretrace calls, so that functions
+    It has the methods of transformers' tokenizers that foretrace calls, so that functions
     such as `foretrace.contains` accept either.
 
     Args:
@@ -106,18 +100,7 @@ class GGUFTokenizer:
 
     @classmethod
     def from_file(cls, file: str) -> "GGUFTokenizer":
-        """Load the tokenizer of a GGUF file, without the language model.
-
-        Args:
-            file: The GGUF file.
-
-        Returns:
-            The tokenizer.
-
-        Raises:
-            InvalidFileError: As for `load_llama`.
-            InvalidInputError: As for `load_llama`.
-        """
+        """Load the tokenizer of a GGUF file, without the language model."""
         return cls(load_llama(file, vocab_only=True))
 
     @property
@@ -164,11 +147,7 @@ class GGUFTokenizer:
         return fingerprint(self.get_vocab())
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens, by their text in the file.
-
-        Returns:
-            Ids by token. Tokens that only pad the vocabulary are not among them.
-        """
+        """Return the ids of all tokens by their text, but for tokens that only pad the vocabulary."""
         return self._ids
 
     @cached_property
@@ -187,24 +166,12 @@ class GGUFTokenizer:
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Convert a text to token ids; special tokens in it are recognised.
 
-        Args:
-            text: The text.
-            add_special_tokens: Whether to add the tokens that the file demands around texts.
-
-        Returns:
-            The token ids.
+        `add_special_tokens` adds the tokens that the file demands around texts.
         """
         return Encoding(self.llm.tokenize(text.encode(), add_bos=add_special_tokens, special=True))
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """Convert token ids to a text, without special tokens.
-
-        Args:
-            token_ids: The token ids.
-
-        Returns:
-            The text. Incomplete characters become U+FFFD.
-        """
+        """Convert token ids to a text, without special tokens; broken characters become U+FFFD."""
         return b"".join(map(self._piece, token_ids)).decode("utf-8", "replace")
 
     def _piece(self, token: int) -> bytes:
@@ -220,17 +187,9 @@ class GGUFTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any
     ) -> str:
-        """Return the text of a chat by the chat template of the file.
+        """Return the text of a chat by the chat template of the file, with all special tokens.
 
-        Args:
-            messages: The messages, with `role` and `content` each.
-            add_generation_prompt: Whether to add the beginning of an answer.
-
-        Returns:
-            The text, with all special tokens.
-
-        Raises:
-            jinja2.TemplateError: If the template refuses the messages.
+        It raises a jinja2.TemplateError if the template refuses the messages.
         """
         from jinja2 import TemplateError
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter

@@ -46,13 +46,7 @@ class AttributeStore(Mapping[str, Attribute]):
         self.tokenizer_fingerprint = tokenizer_fingerprint
 
     def path(self, name: str) -> Path:
-        """Return the file of a name; special characters are percent-encoded.
-
-        Args:
-            name: The name of an attribute.
-
-        Returns:
-            The path, whether the file exists or not.
+        """Return the file of a name, whether it exists or not; special characters are percent-encoded.
 
         Raises:
             InvalidInputError: If the name is empty or too long.

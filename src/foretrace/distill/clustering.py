@@ -49,7 +49,7 @@ def initial_centroids(stream: Stream, count: int, seed: int) -> Tensor:
     total = sum(len(block) for block in stream())
     if total < count:
         raise InvalidInputError(
-            f"{count} clusters need at least as many vectors, but there are {total}. Use fewer "
+            f"{count} clusters need at least {count} vectors, but there are {total}. Use fewer "
             f"states, or more sequences."
         )
     chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))

@@ -194,17 +194,8 @@ class LMConfig:
     def load_source(self, name: str, length: int, *, chat: bool = False) -> Source:
         """Load the LM to sample rows of `length` tokens.
 
-        Args:
-            name: A folder, a hub id or a GGUF file.
-            length: Tokens per row.
-            chat: Whether the rows are answers in chats, which end where turns do.
-
-        Returns:
-            The language model.
-
-        Raises:
-            InvalidFileError: If the GGUF file cannot be loaded.
-            InvalidInputError: If the model cannot be loaded.
+        `name` is a folder, a hub id or a GGUF file. With `chat`, the rows are answers, which end
+        where turns do.
         """
         if is_gguf(name):
             return self._load_llama(name, length, chat=chat)
@@ -223,20 +214,7 @@ class LMConfig:
         )
 
     def load_reader(self, name: str, length: int, *, chat: bool = False) -> Reader:
-        """Load the LM to compute hidden states of rows of `length` tokens.
-
-        Args:
-            name: A folder, a hub id or a GGUF file.
-            length: Tokens per row.
-            chat: Whether the rows are answers in chats, which end where turns do.
-
-        Returns:
-            The language model.
-
-        Raises:
-            InvalidFileError: If the GGUF file cannot be loaded.
-            InvalidInputError: If the model cannot be loaded.
-        """
+        """Load the LM to compute hidden states; as `load_source`."""
         if is_gguf(name):
             return self._load_llama(name, length, chat=chat)
         return self.load_transformers(name, chat=chat)
@@ -257,18 +235,7 @@ class LMConfig:
         )
 
     def load_transformers(self, name: str, *, chat: bool = False) -> TransformersSource:
-        """Load the LM with transformers, which can compute hidden states.
-
-        Args:
-            name: A folder or a hub id.
-            chat: Whether the rows are answers in chats, which end where turns do.
-
-        Returns:
-            The language model.
-
-        Raises:
-            InvalidInputError: If the model cannot be loaded.
-        """
+        """Load the LM with transformers, which can compute hidden states."""
         options = self.reader_options
         if options is None:
             same_engine = self.engine == "transformers"

@@ -160,7 +160,7 @@ class _Distillation:
         require_disk(self.out, self.config.costs(source.vocab_size).disk)
 
         def report(_rows: int) -> None:
-            shards = len(list(folder.glob(SHARD_GLOB)))  # those of other workers too
+            shards = len(list(folder.glob(SHARD_GLOB)))  # also of other workers
             rows = min(shards * config.shard_rows, config.sequences)
             self.on_progress(StageProgress("sampling", rows, config.sequences, "rows"))
 

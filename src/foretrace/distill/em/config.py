@@ -82,30 +82,11 @@ class EMConfig:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def steps_per_epoch(self, rows: int) -> int:
-        """Return the number of batches in an epoch.
-
-        Args:
-            rows: The number of training rows.
-
-        Returns:
-            `rows / batch_size`, rounded up.
-        """
+        """Return the number of batches in an epoch of so many training rows."""
         return -(-rows // self.batch_size)
 
     def step_size(self, fraction: float) -> float:
-        """Return the step size at a point of the run.
-
-        Args:
-            fraction: The fraction of the run that is done, in [0, 1].
-
-        Returns:
-            The step size.
-
-        Example:
-            >>> from foretrace.distill import EMConfig
-            >>> EMConfig(first_step=1.0, last_step=0.0).step_size(0.25)
-            0.75
-        """
+        """Return the step size when a fraction of the run is done, in [0, 1]."""
         return self.first_step + (self.last_step - self.first_step) * fraction
 
 

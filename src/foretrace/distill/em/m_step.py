@@ -45,8 +45,8 @@ class Counts:
     ) -> Self:
         """Build counts that reproduce an HMM, as if every state had been visited equally often.
 
-        The ends of texts may differ from the HMM's, as those of chats do: only the last state emits
-        them then.
+        The ends of texts may differ from the HMM's, as in chats: only the last state emits them
+        then.
         """
         states, vocab = hmm.num_states, hmm.vocab_size
         visits = length / states
@@ -74,7 +74,7 @@ class Counts:
     def parameters(self, tokens: Tensor) -> BatchParameters:
         """Compute the probabilities of the (U,) tokens of a batch.
 
-        The rows overwrite those of the previous call.
+        The rows overwrite the rows of the previous call.
         """
         rows = self._workspace.buffer("rows", len(tokens), len(self.total))
         torch.index_select(self.emission, 0, tokens, out=rows)

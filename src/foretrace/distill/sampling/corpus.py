@@ -222,30 +222,15 @@ class Corpus:
             index += 1
 
     def shard_path(self, index: int) -> Path:
-        """Return the path of a shard.
-
-        Args:
-            index: The number of the shard, from 0.
-
-        Returns:
-            The path, whether the shard exists or not.
-        """
+        """Return the path of a shard, counted from 0, whether it exists or not."""
         return self.folder / f"shard-{index:06d}.safetensors"
 
     def write_shard(self, path: Path, tokens: Tensor, prompts: RowPrompts | None = None) -> bool:
-        """Write rows as a shard of a given path, unless it exists.
+        """Write (rows, length) token ids as a shard; return False if it exists already.
 
-        Args:
-            path: A path from `shard_path`.
-            tokens: Token ids, (rows, length).
-            prompts: The prompts of the rows, if they are answers in chats.
-
-        Returns:
-            Whether the shard was written; False if it exists already.
-
-        Raises:
-            InvalidInputError: If the shape is wrong, a token id is out of range, or a row continues
-                after the end-of-text token.
+        `path` comes from `shard_path`. Answers in chats come with their prompts. It raises an
+        InvalidInputError if the shape is wrong, a token id is out of range, or a row continues
+        after the end-of-text token.
         """
         self._require_valid(tokens)
         narrow = tokens.to(self.manifest.token_dtype).cpu().contiguous()
@@ -284,14 +269,7 @@ class Corpus:
                 )
 
     def shards(self) -> list[Shard]:
-        """List the shards that exist now.
-
-        Returns:
-            The shards, ordered by name.
-
-        Raises:
-            InvalidFileError: If a shard is cut short.
-        """
+        """List the shards that exist now, ordered by name."""
         shards = []
         for path in sorted(self.folder.glob(SHARD_GLOB)):
             shape, metadata = _io.read_header(path, "tokens")
@@ -326,16 +304,9 @@ class Corpus:
         ]
 
     def read(self, shard: Shard) -> Tensor:
-        """Map a shard into memory, and check it.
+        """Map a shard into memory, and check it: (rows, length), of the manifest's `token_dtype`.
 
-        Args:
-            shard: One of `shards()`.
-
-        Returns:
-            Token ids, (rows, length), of the manifest's `token_dtype`.
-
-        Raises:
-            InvalidFileError: If the shard is damaged.
+        It raises an InvalidFileError if the shard is damaged.
         """
         tokens = self._open(shard)
         if shard.crc32 != str(_io.checksum(tokens)):
@@ -346,17 +317,7 @@ class Corpus:
         return tokens
 
     def read_prompts(self, shard: Shard) -> RowPrompts | None:
-        """Read the prompts of a shard's rows.
-
-        Args:
-            shard: One of `shards()`.
-
-        Returns:
-            The prompts; None if the shard has none.
-
-        Raises:
-            InvalidFileError: If the shard is damaged.
-        """
+        """Read the prompts of a shard's rows; None if it has none."""
         tensors, _ = _io.read_tensors(shard.path)
         return RowPrompts.from_tensors(tensors) if "contexts" in tensors else None
 
@@ -365,14 +326,7 @@ class Corpus:
         return _io.take_tensor(tensors, "tokens", (shard.rows, self.manifest.length), shard.path)
 
     def held_out(self, split: list[ShardSplit]) -> Tensor:
-        """Read the held-out rows, and only those.
-
-        Args:
-            split: The result of `split`.
-
-        Returns:
-            Token ids, (held-out rows, length), int64.
-        """
+        """Read the held-out rows of a split, and no others: (rows, length), int64."""
         rows = [
             self._open(item.shard)[item.training_rows :].long()
             for item in split

@@ -25,7 +25,7 @@ class SamplingConfig:
 
     sequences: int = 100_000
     length: int = 32
-    """Tokens per row, including those of a prompt."""
+    """Tokens per row, with the tokens of a prompt."""
     prompted: float = 0.5
     """Share of the rows that continue a prompt, if there are prompts."""
     shard_rows: int = SHARD_ROWS
