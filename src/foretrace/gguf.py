@@ -147,7 +147,7 @@ class GGUFTokenizer:
         return fingerprint(self.get_vocab())
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens by their text, but for tokens that only pad the vocabulary."""
+        """Return the ids of all tokens by their text, without tokens that pad the vocabulary."""
         return self._ids
 
     @cached_property

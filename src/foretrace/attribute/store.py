@@ -46,7 +46,7 @@ class AttributeStore(Mapping[str, Attribute]):
         self.tokenizer_fingerprint = tokenizer_fingerprint
 
     def path(self, name: str) -> Path:
-        """Return the file of a name, whether it exists or not; special characters are percent-encoded.
+        """Return the file of a name, also if it does not exist; special characters are encoded.
 
         Raises:
             InvalidInputError: If the name is empty or too long.
