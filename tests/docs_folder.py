@@ -125,5 +125,5 @@ def _write_models(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
     store = AttributeStore(folder / "attributes")
     store.add(nontoxic(tokenizer))
     store.add(Attribute.from_weights(torch.linspace(0.9, 1, vocab_size), name="formal"))
-    for name in ("positive", "negative", "political"):  # in place of those of examples/attributes
+    for name in ("positive", "negative", "political"):  # in place of examples/attributes
         store.add(Attribute.from_rewards(torch.linspace(-1, 1, vocab_size), name=name))

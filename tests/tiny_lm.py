@@ -46,7 +46,7 @@ def chat_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE tokenizer, like that of GPT-2, on some texts."""
+    """Train a byte-level BPE tokenizer, as GPT-2 has one, on some texts."""
     pytest.importorskip("transformers", reason="needs the extra `transformers`")
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder

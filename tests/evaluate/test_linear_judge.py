@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.judges import judge_texts, load_judge
-from foretrace.evaluate.linear_judge import CONFIG, TENSORS, LinearJudge, LinearJudgeConfig
+from foretrace.evaluate.linear_judge import BUCKETS, CONFIG, TENSORS, LinearJudge, LinearJudgeConfig
 
 RUDE, KIND, DULL = "you are awful and stupid", "what a lovely kind day", "the table is brown"
+HASHED = 2 * BUCKETS  # features
 TEXTS = [f"{text} {number}" for number in range(40) for text in (RUDE, KIND, DULL)]
 
 
@@ -82,13 +83,12 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> type[RecordingEncoder]:
     return recording
 
 
-def save_small_judge(folder: Path, **settings: Any) -> Path:
+def save_small_judge(folder: str | Path, **settings: Any) -> None:
     """Save a judge of two classes with all-zero weights."""
-    config = LinearJudgeConfig(("0", "1"), buckets=8, **settings)
-    width = 16 if config.encoder is None else 20
-    zeros = (np.zeros(shape, np.float32) for shape in (16, (1, width), 1))
+    config = LinearJudgeConfig(("0", "1"), **settings)
+    width = HASHED if config.encoder is None else HASHED + 4
+    zeros = (np.zeros(shape, np.float32) for shape in (HASHED, (1, width), 1))
     LinearJudge(config, *zeros).save(folder)
-    return folder
 
 
 def test_the_encoder_that_a_file_names_is_not_loaded(
@@ -127,9 +127,7 @@ def test_a_judge_without_embeddings_ignores_the_encoder(
 def test_paths_may_be_strings(
     tmp_path: Path, kind: Callable[[Path], str | Path], encoder: type[RecordingEncoder]
 ) -> None:
-    config = LinearJudgeConfig(("0", "1"), "e", buckets=8)
-    zeros = (np.zeros(shape, np.float32) for shape in (16, (1, 20), 1))
-    LinearJudge(config, *zeros).save(kind(tmp_path / "judge"))
+    save_small_judge(kind(tmp_path / "judge"), encoder="e")
     judge = LinearJudge.load(kind(tmp_path / "judge"), encoder=kind(tmp_path / "encoder"))
     assert judge.config.encoder == str(tmp_path / "encoder")
     loaded = load_judge(kind(tmp_path / "judge"), encoder=kind(tmp_path / "encoder"))
@@ -161,17 +159,6 @@ def test_an_encoder_of_another_width_is_refused(
         {"encoder": 0},
         {"encoder_dtype": "hub"},
         {"encoder_dtype": None},
-        {"encoder_tokens": 0},
-        {"encoder_tokens": "128"},
-        {"buckets": 8.0},
-        {"buckets": "8"},
-        {"buckets": -8},
-        {"buckets": 16},
-        {"buckets": True},
-        {"embedding_scale": "4"},
-        {"embedding_scale": float("nan")},
-        {"embedding_scale": 10**400},
-        {"regularisation": None},
         {"source": 1},
     ],
 )
@@ -193,17 +180,17 @@ def test_a_deeply_nested_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"weights": torch.zeros(1, 16, dtype=torch.complex64)},
-        {"weights": torch.zeros(1, 16).to(torch.float8_e4m3fn)},
-        {"weights": torch.zeros(1, 16, dtype=torch.bfloat16)},
-        {"weights": torch.zeros(1, 16, dtype=torch.int64)},
-        {"weights": torch.zeros(1, 15)},
-        {"weights": torch.zeros(2, 16)},
-        {"weights": torch.zeros(16)},
-        {"weights": torch.full((1, 16), torch.nan)},
+        {"weights": torch.zeros(1, HASHED, dtype=torch.complex64)},
+        {"weights": torch.zeros(1, HASHED).to(torch.float8_e4m3fn)},
+        {"weights": torch.zeros(1, HASHED, dtype=torch.bfloat16)},
+        {"weights": torch.zeros(1, HASHED, dtype=torch.int64)},
+        {"weights": torch.zeros(1, HASHED - 1)},
+        {"weights": torch.zeros(2, HASHED)},
+        {"weights": torch.zeros(HASHED)},
+        {"weights": torch.full((1, HASHED), torch.nan)},
         {"weights": None},
-        {"idf": torch.zeros(15)},
-        {"idf": torch.full((16,), torch.inf)},
+        {"idf": torch.zeros(HASHED - 1)},
+        {"idf": torch.full((HASHED,), torch.inf)},
         {"idf": None},
         {"intercepts": torch.zeros(2)},
         {"intercepts": torch.zeros(1, dtype=torch.complex64)},
@@ -214,7 +201,11 @@ def test_malformed_tensors_are_refused(
     tmp_path: Path, change: dict[str, torch.Tensor | None]
 ) -> None:
     save_small_judge(tmp_path)
-    tensors = {"idf": torch.zeros(16), "weights": torch.zeros(1, 16), "intercepts": torch.zeros(1)}
+    tensors = {
+        "idf": torch.zeros(HASHED),
+        "weights": torch.zeros(1, HASHED),
+        "intercepts": torch.zeros(1),
+    }
     changed = {**tensors, **change}
     save_file({k: v for k, v in changed.items() if v is not None}, tmp_path / TENSORS)
     with pytest.raises(InvalidFileError):
@@ -229,7 +220,7 @@ def test_embeddings_are_features(tmp_path: Path) -> None:
     labels = ["1" if RUDE in text else "0" for text in TEXTS]
     judge = LinearJudge.train(TEXTS, labels, encoder=encoder)
     judge.save(tmp_path / "judge")
-    assert judge.weights.shape[1] > 2 * judge.config.buckets
+    assert judge.weights.shape[1] > HASHED
     loaded = LinearJudge.load(tmp_path / "judge", encoder=encoder).probabilities([RUDE])
     np.testing.assert_allclose(loaded, judge.probabilities([RUDE]), rtol=1e-5)
     with pytest.raises(InvalidInputError, match="cannot be loaded"):

@@ -36,7 +36,7 @@ def test_token_nll_is_of_the_continuation_alone(lm: Any) -> None:
 
 
 def test_batches_do_not_change_losses(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches hold as many rows as fit, and at least one; every text is in one batch."""
+    """Batches hold all rows that fit, and at least one; every text is in one batch."""
     encode = partial(encode_with_bos, word_tokenizer(), bos_token_id=0)
     prompts, texts = ["w1", "w2 w3"], [[" w5" * 7, " w6"], [" w7 w8", "", " w9" * 3]]
     losses = token_nll(lm, encode, prompts, texts)

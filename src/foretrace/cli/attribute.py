@@ -54,7 +54,7 @@ def describe(
 ) -> None:
     """Print how an attribute was fitted, its quality, and the `tokens` tokens of largest effect.
 
-    Tokens of evidence are listed with their rewards, those for and against apart.
+    The tokens of evidence for and against are in columns of their own, with their rewards.
     """
     from rich.console import Console
     from rich.table import Table

@@ -109,7 +109,7 @@ class _ShownRuns:
 
 
 def _parse_budgets(options: list[str]) -> dict[str, float]:
-    """Return the budget of every level: the default, or that of an option LEVEL=NATS."""
+    """Return the budget of every level: the default, or the NATS of an option LEVEL=NATS."""
     from foretrace.lookahead.levels import BUDGETS
 
     budgets = dict(BUDGETS)

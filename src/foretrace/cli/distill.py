@@ -109,8 +109,8 @@ def distill(
     reader_options: Annotated[
         str | None,
         SamplingOption(
-            help="JSON options for transformers, which computes the hidden states. Default: "
-            "those of --engine-options, with transformers."
+            help="JSON options for transformers, which computes the hidden states. Default with "
+            "transformers: --engine-options."
         ),
     ] = None,
     dtype: Annotated[str, SamplingOption(help=DTYPE_HELP)] = "auto",

@@ -215,7 +215,7 @@ class LoadedGoals:
 
     goals: "list[Goal]"
     attributes: "list[Attribute]"
-    """The attribute of each expression, and that of the required and forbidden texts."""
+    """The attribute of each expression, and the one of required and forbidden texts."""
 
 
 def load_goals(

@@ -102,7 +102,7 @@ class LlamaGenerator:
         seed: int,
         on_text: Callable[[str], None] | None,
     ) -> Generation:
-        """Generate one text; `prices` has those of its tokens afterwards, unless it is None."""
+        """Generate one text; the processor adds the price of each token to `prices`."""
         from foretrace.engines.llama_cpp import generate_tokens
         from foretrace.engines.prompts import decode_after
 

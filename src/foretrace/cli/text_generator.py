@@ -127,7 +127,7 @@ class _TextStreamer:
         self.token_ids: list[int] = []
 
     def put(self, value: "Tensor") -> None:
-        """Receive token ids: first those of the prompt, then each generated one."""
+        """Receive the token ids of the prompt, then each generated one."""
         from foretrace.engines.transformers import decode_after
 
         if self.prompt_ids is None:

@@ -1,4 +1,4 @@
-"""Metrics by position: those of every block of tokens of a text.
+"""Metrics of every block of tokens of a text.
 
 A block of texts is a list for each prompt with the part of each continuation that is in the block;
 it is empty where the continuation has ended before.
@@ -54,15 +54,10 @@ def _split(tokenizer: "PreTrainedTokenizerBase", text: str, starts: range) -> li
 def split_losses(
     nats: Sequence[Sequence[Sequence[float]]], max_new_tokens: int
 ) -> list[Measurement]:
-    """Sum the losses of tokens in every block: nats per token.
+    """Compute the mean loss of a token in every block, from the losses of all tokens, in nats.
 
-    Args:
-        nats: For every prompt, the loss of each token of each continuation.
-        max_new_tokens: The maximal number of generated tokens. Tokens beyond it, which a text can
-            have when it is encoded again, are in the last block.
-
-    Returns:
-        The mean loss of a token in every block.
+    A text that is encoded again can have more tokens than were generated: they are in the last
+    block.
     """
     blocks = []
     for begin, end in pairwise([*block_starts(max_new_tokens), None]):
@@ -77,13 +72,6 @@ def repetition(blocks: Sequence[Texts], n: int = 4) -> list[Measurement]:
     """Compute the share of n-grams of words that occurred before in the same text, by block.
 
     An n-gram is in the block in which its last word begins.
-
-    Args:
-        blocks: The texts of every block.
-        n: The length of the n-grams in words.
-
-    Returns:
-        The measurement of every block.
     """
     num_prompts = len(blocks[0])
     repeated, total = np.zeros((2, len(blocks), num_prompts))

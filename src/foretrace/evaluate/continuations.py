@@ -29,7 +29,7 @@ TIMED_PROMPTS, TIMED_RUNS, TIMED_TOKENS = 2, 3, 32
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings. The defaults are those of DExperts.
+    """The sampling settings. The defaults follow DExperts.
 
     Attributes:
         continuations: The number of continuations of each prompt.
@@ -128,14 +128,7 @@ class ContinuationGenerator:
     chat: bool = False
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Tokenize prompts.
-
-        Args:
-            prompts: The prompts.
-
-        Returns:
-            The token ids of each prompt.
-        """
+        """Return the token ids of each prompt."""
         if self.chat:  # the template has written the special tokens
             encoded: list[list[int]] = self.tokenizer(
                 list(prompts), add_special_tokens=False
@@ -275,15 +268,7 @@ class _PluginSampler(Sampler):
 def encode_with_bos(
     tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], bos_token_id: int | None
 ) -> list[list[int]]:
-    """Tokenize prompts and prepend a token.
-
-    Args:
-        tokenizer: The tokenizer.
-        prompts: The prompts.
-        bos_token_id: The token to prepend; if None, the tokenizer's special tokens are added.
-
-    Returns:
-        The token ids of each prompt.
+    """Tokenize prompts and prepend a token, or the tokenizer's special tokens if it is None.
 
     Example:
         >>> from foretrace.evaluate.continuations import encode_with_bos
@@ -302,10 +287,7 @@ def _batch_seed(seed: int, first_index: int) -> int:
 
 
 def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
-    """Read the continuations in a file by prompt index; create the file if there is none.
-
-    Continuations without prices, of an earlier version, are left out and so generated again.
-    """
+    """Read the continuations in a file by prompt index; create the file if there is none."""
     rows = _io.read_lines(file)
     if not rows:
         _io.write_lines(file, [{"settings": dict(settings)}])
@@ -316,7 +298,5 @@ def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
             f"or remove the file to generate them again."
         )
     return {
-        row["prompt"]: Generation(*(row[name] for name in Generation._fields))
-        for row in rows[1:]
-        if "prices" in row
+        row["prompt"]: Generation(*(row[name] for name in Generation._fields)) for row in rows[1:]
     }

@@ -251,15 +251,8 @@ def concordance(
 ) -> tuple[float, float]:
     """Count the pairs of a violating and another continuation that the expectation ranks correctly.
 
-    Pairs with the same first token are left out. A tie counts as half correct.
-
-    Args:
-        expected: The expectation after the first token of each continuation.
-        violated: Whether each continuation violates the attribute later.
-        tokens: The first token of each continuation.
-
-    Returns:
-        The number of pairs that are ranked correctly, and the number of all pairs.
+    Pairs with the same first token are left out. A tie counts as half correct. Returns the number
+    of pairs that are ranked correctly, and of all pairs.
 
     Example:
         >>> import numpy as np
@@ -275,14 +268,7 @@ def concordance(
 
 
 def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[dict[str, float]]:
-    """Average expectations and outcomes in ten bins of equally many prefixes.
-
-    Args:
-        expected: The expectation at each prefix.
-        observed: The outcome at each prefix.
-
-    Returns:
-        The mean expectation and the mean outcome of each bin, by increasing expectation.
+    """Average the expectations and outcomes of prefixes in ten bins, by increasing expectation.
 
     Example:
         >>> from foretrace.evaluate.fidelity import calibration

@@ -326,14 +326,7 @@ class PerspectiveClient:
     _next_request: float = field(default=0.0, init=False)
 
     def score(self, texts: Sequence[str]) -> list[Score]:
-        """Request the scores of texts.
-
-        Args:
-            texts: The texts.
-
-        Returns:
-            A score in [0, 1] for each text; None where the API has no answer, for example for a
-            language that it does not support.
+        """Return the scores of texts; None where the API has no answer, as for other languages.
 
         Raises:
             JudgeRefusedError: If the API refuses the key.

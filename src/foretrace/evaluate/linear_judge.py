@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +21,9 @@ from foretrace.errors import InvalidFileError, InvalidInputError, reason
 CONFIG, TENSORS = "judge.json", "judge.safetensors"
 FORMAT_VERSION = 1
 ENCODER_DTYPES = ("float16", "bfloat16", "float32", "float64")
+ENCODER_TOKENS = 128  # after which the encoder truncates a text
+BUCKETS = 1 << 18  # hashed features of words and pairs of words; also of characters
+EMBEDDING_SCALE = 4.0  # embeddings have length 1 like the TF-IDF features
 Floats = NDArray[np.float32]
 
 
@@ -34,11 +36,6 @@ class LinearJudgeConfig:
             positive class.
         encoder: A sentence-transformers model, by folder or hub id; None for TF-IDF alone.
         encoder_dtype: The floating-point type in which the encoder runs.
-        encoder_tokens: The number of tokens after which the encoder truncates a text.
-        buckets: The number of hashed word features (words and pairs of words), and also of hashed
-            character features.
-        embedding_scale: The factor of embeddings. They have length 1 like the TF-IDF features.
-        regularisation: The inverse regularization strength C of scikit-learn.
         source: The name of the training data.
 
     Example:
@@ -50,17 +47,11 @@ class LinearJudgeConfig:
     classes: tuple[str, ...]
     encoder: str | None = None
     encoder_dtype: str = "float32"
-    encoder_tokens: int = 128
-    buckets: int = 1 << 18
-    embedding_scale: float = 4.0
-    regularisation: float = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:
         encoder = "" if self.encoder is None else self.encoder
         names = (encoder, self.encoder_dtype, self.source, *self.classes)
-        counts = (self.encoder_tokens, self.buckets)
-        scales = (self.embedding_scale, self.regularisation)
         if not all(isinstance(name, str) for name in names):
             raise InvalidInputError("classes, encoder, encoder_dtype and source must be strings")
         if len(set(self.classes)) != len(self.classes) or len(self.classes) < 2:
@@ -70,10 +61,6 @@ class LinearJudgeConfig:
                 f"encoder_dtype is '{self.encoder_dtype}', but it must be one of "
                 f"{', '.join(ENCODER_DTYPES)}"
             )
-        if not all(type(count) is int and count > 0 for count in counts):
-            raise InvalidInputError("encoder_tokens and buckets must be positive integers")
-        if not all(type(scale) in (int, float) and isfinite(scale) for scale in scales):
-            raise InvalidInputError("embedding_scale and regularisation must be finite numbers")
 
 
 class LinearJudge:
@@ -81,7 +68,7 @@ class LinearJudge:
 
     Args:
         config: The features and classes.
-        idf: The inverse document frequency of each hashed feature, of shape (2 buckets,).
+        idf: The inverse document frequency of each hashed feature, of shape (2 BUCKETS,).
         weights: The coefficients, of shape (classes, features); one row if there are two classes.
         intercepts: The intercepts, of shape (classes,); one if there are two classes.
 
@@ -116,7 +103,6 @@ class LinearJudge:
         encoder: str | os.PathLike[str] | None = None,
         encoder_dtype: str = "float32",
         source: str = "",
-        regularisation: float = 1.0,
     ) -> Self:
         """Train a judge on labelled texts.
 
@@ -126,7 +112,6 @@ class LinearJudge:
             encoder: A sentence-transformers model, by folder or hub id; None for TF-IDF alone.
             encoder_dtype: The floating-point type in which the encoder runs.
             source: The name of the data, for the record.
-            regularisation: The inverse regularization strength C of scikit-learn.
 
         Returns:
             The trained judge.
@@ -143,19 +128,14 @@ class LinearJudge:
                 f"A judge needs at least two labels to distinguish, but all {len(texts)} texts "
                 f"have {classes or 'none'}."
             )
-        config = LinearJudgeConfig(
-            classes,
-            None if encoder is None else os.fspath(encoder),
-            encoder_dtype,
-            source=source,
-            regularisation=regularisation,
-        )
+        encoder = None if encoder is None else os.fspath(encoder)
+        config = LinearJudgeConfig(classes, encoder, encoder_dtype, source)
         judge = cls(config, *(np.zeros(0, np.float32) for _ in range(3)))
         counts = judge._hashed_counts(texts)
         document_frequency = np.bincount(counts.indices, minlength=counts.shape[1])
         judge.idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
         features = judge._features(texts, counts)
-        regression = LogisticRegression(C=regularisation, max_iter=200, tol=1e-3)
+        regression = LogisticRegression(max_iter=200, tol=1e-3)
         # Features that no text has keep weight 0, and are most of them if there are few texts.
         present = np.flatnonzero(features.getnnz(0))
         regression.fit(features[:, present], [classes.index(label) for label in labels])
@@ -179,7 +159,7 @@ class LinearJudge:
         """
         features = self._features(texts, self._hashed_counts(texts))
         if features.shape[1] != self.weights.shape[1]:
-            hashed = 2 * self.config.buckets
+            hashed = 2 * BUCKETS
             raise InvalidInputError(
                 f"The encoder '{self.config.encoder}' returns embeddings of width "
                 f"{features.shape[1] - hashed}, but the judge was trained with width "
@@ -266,11 +246,11 @@ class LinearJudge:
         return cls(config, *_read_arrays(folder / TENSORS, config))
 
     def _hashed_counts(self, texts: Sequence[str]) -> Any:
-        """Count hashed word and character n-grams: (texts, 2 buckets), sparse."""
+        """Count hashed word and character n-grams: (texts, 2 BUCKETS), sparse."""
         from scipy.sparse import hstack
         from sklearn.feature_extraction.text import HashingVectorizer
 
-        common = {"n_features": self.config.buckets, "alternate_sign": False, "norm": None}
+        common = {"n_features": BUCKETS, "alternate_sign": False, "norm": None}
         words = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\S+", **common)
         characters = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **common)
         return hstack([words.transform(texts), characters.transform(texts)], "csr", np.float32)
@@ -282,12 +262,11 @@ class LinearJudge:
 
         counts.data = 1 + np.log(counts.data)
         tf_idf = counts.multiply(self.idf).tocsr()
-        buckets = self.config.buckets
-        blocks = [normalize(tf_idf[:, :buckets]), normalize(tf_idf[:, buckets:])]
+        blocks = [normalize(tf_idf[:, :BUCKETS]), normalize(tf_idf[:, BUCKETS:])]
         if self._encoder is not None:
             encode = self._encoder.encode
             embeddings = encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-            blocks.append(csr_matrix(self.config.embedding_scale * embeddings))
+            blocks.append(csr_matrix(EMBEDDING_SCALE * embeddings))
         return hstack(blocks, "csr", np.float32)
 
     @cached_property
@@ -310,7 +289,7 @@ class LinearJudge:
                     "use_safetensors": True,  # never pickle
                 },
             )
-            encoder.max_seq_length = self.config.encoder_tokens
+            encoder.max_seq_length = ENCODER_TOKENS
             return encoder
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             raise InvalidInputError(
@@ -339,10 +318,9 @@ def _read_config(path: Path) -> LinearJudgeConfig:
 def _read_arrays(path: Path, config: LinearJudgeConfig) -> tuple[Floats, Floats, Floats]:
     """Read and check a judge's tensors: (idf, weights, intercepts)."""
     tensors, _ = _io.read_tensors(path)
-    hashed = 2 * config.buckets
+    hashed = 2 * BUCKETS
     rows = 1 if len(config.classes) == 2 else len(config.classes)
-    weights = tensors.get("weights")
-    width = hashed
+    weights, width = tensors.get("weights"), hashed
     if config.encoder is not None and weights is not None and weights.dim() == 2:
         width = max(hashed + 1, weights.shape[1])  # the encoder decides the rest of the width
     shapes = {"idf": (hashed,), "weights": (rows, width), "intercepts": (rows,)}

@@ -27,8 +27,8 @@ def token_nll(
 ) -> list[list[list[float]]]:
     """Compute the negative log-likelihood of every token of each prompt's continuations, in nats.
 
-    Prompt and continuation are encoded together: the tokens beyond the number of the prompt's
-    tokens are those of the continuation.
+    Prompt and continuation are encoded together. The continuation begins after the number of
+    tokens of the prompt.
     """
     pairs = [
         (prompt, text)

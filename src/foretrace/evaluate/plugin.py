@@ -27,8 +27,8 @@ class Plugin:
 
     Attributes:
         processor: A function from the prompts of a batch to a logits processor for that batch. The
-            rows of the processor are the continuations: those of the first prompt, then those of
-            the second, and so on. Ids are padded on the left.
+            rows of the processor are the continuations of the first prompt, then of the second, and
+            so on. Ids are padded on the left.
         hook: A function that returns a context manager. It is active while a batch is generated. It
             may change the LM, and restores it at the end.
         model: A model that generates instead of the LM. It has the LM's tokenizer.
@@ -49,15 +49,11 @@ class Plugin:
 
     @property
     def has_price(self) -> bool:
-        """Whether the price can be measured: the bare logits are those before the processor."""
+        """Whether the price can be measured: nothing but the processor changes the logits."""
         return self.processor is not None and self.hook is None and self.model is None
 
     def active(self) -> AbstractContextManager[Any]:
-        """Return the context manager that is active while a batch is generated.
-
-        Returns:
-            The hook's, or one that does nothing.
-        """
+        """Return a context manager to generate a batch in: the hook's, or one without effect."""
         return nullcontext() if self.hook is None else self.hook()
 
 

@@ -45,7 +45,7 @@ def _introduction(results: Results) -> str:
         f"{results['prompts']:,} prompts, {sampling['continuations']} continuations of "
         f"{sampling['max_new_tokens']} tokens each, top-p {sampling['top_p']:g}, seed "
         f"{sampling['seed']}. Brackets hold 95% confidence intervals, by resampling prompts. "
-        f"Perplexity is that of the continuation given the prompt, under the unsteered LM. The "
+        f"The unsteered LM computes the perplexity of the continuation given the prompt. The "
         f"price of steering is the KL divergence of the steered from the bare next-token "
         f"distribution, in nats per generated token."
     )
@@ -94,9 +94,9 @@ def _block_table(results: Results) -> list[str]:
     lines = [
         "## By position",
         "",
-        f"In blocks of {BLOCK} tokens; in parentheses, the ratio to {baseline}. Perplexity is that "
-        f"of all tokens of a block, given everything before. Reached is the share of texts that "
-        f"have not ended before the block.",
+        f"In blocks of {BLOCK} tokens; in parentheses, the ratio to {baseline}. Perplexity is over "
+        f"all tokens of a block, given everything before. Reached is the share of texts that have "
+        f"not ended before the block.",
         "",
         *table_head("method", "tokens", *blocks[0]),
     ]
@@ -109,7 +109,7 @@ def _block_table(results: Results) -> list[str]:
 
 
 def _format_ratio(figure: Mapping[str, Any], is_baseline: bool) -> str:
-    """Format a value with its ratio to the baseline, if it is that of another method."""
+    """Format a value, and the ratio of another method's to the baseline's."""
     if is_baseline or figure["value"] is None:
         return format_figure(figure)
     value, low, high = figure["ratio"]
@@ -127,7 +127,7 @@ def _strength_list(results: Results) -> list[str]:
     ]
     lines += [
         f"- {method}: {matched['factor']:.3g} times the strengths of its level, at which it costs "
-        f"{matched['price']:.3g} nats per token on the prompts of the calibration, as much as "
+        f"{matched['price']:.3g} nats per token on the prompts of the calibration, like "
         f"{results['methods'][method]['plan']['match_price']}"
         for method, matched in calibration["matched"].items()
     ]
@@ -138,7 +138,7 @@ def _equal_perplexity_table(results: Results) -> list[str]:
     """Build the table of each curve against the points of the others."""
     lines = [
         f"At equal perplexity: {_metric_names(results)[0]} at the best point of a curve (linear "
-        f"between methods) whose perplexity is not above the rival's, minus that of the rival.",
+        f"between methods) whose perplexity is not above the rival's, minus the rival's value.",
         "",
         *table_head("curve", "rival", "difference"),
     ]

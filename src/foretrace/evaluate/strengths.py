@@ -62,20 +62,10 @@ def find_strengths(
     identities: Mapping[str, str],
     on_progress: OnStage,
 ) -> Strengths:
-    """Find the strengths that methods need, or read them from `calibration.json`.
+    """Find the strengths that methods need, or read them from `calibration.json` in `out`.
 
-    Args:
-        suite: The suite.
-        methods: The names of the methods that are evaluated.
-        builder: Builds goals for the evaluated prompts. Levels are written into its store.
-        generator: The language model with its sampling settings.
-        data: The data folder.
-        out: The folder of `calibration.json`.
-        identities: Checksums of the language model and the HMM.
-        on_progress: Called with the stage, the units done, all units, and the unit.
-
-    Returns:
-        The strengths.
+    Levels are written into the attributes of the builder's store. `identities` are checksums of the
+    language model and the HMM.
     """
     if not any(suite.methods[name].used_level for name in methods):
         return Strengths({}, {})

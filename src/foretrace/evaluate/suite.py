@@ -104,9 +104,8 @@ class AttributePlan(Table):
         by: Fit one attribute for each value of this column, instead of `score`.
         suffix: Appended to the values of `by` to name their attributes, where a suite fits the same
             values in two ways.
-        transform: Scale and shift of the scores' logits: the training transform. By default, that
-            of `FitConfig`.
-        objective: The objective of the fit. By default, that of `FitConfig`.
+        transform: Scale and shift of the scores' logits: the training transform.
+        objective: The objective of the fit. `FitConfig` has the defaults of both.
         keep: A list of words that must not decide, or "groups": terms for groups of people.
         terms: The maximal number of terms of the mixture.
     """
@@ -147,12 +146,12 @@ class MethodPlan:
         transform: The decode-time transform of each goal, a scale and a shift: the paper's. It
             excludes strength and level.
         match_price: The name of another method. The strengths of the level are multiplied by the
-            factor at which this method costs as many nats per token as the other one, on the
-            prompts of the calibration.
+            factor at which this method has the price of the other one on the prompts of the
+            calibration.
         horizon: The number of tokens to look ahead. 0 weighs the next token alone.
         neutral_end: Whether the end of text keeps its unsteered probability, so that stopping early
             does not help to reach the goal.
-        hmm: The folder or hub id of another HMM to steer with; None for that of the evaluation.
+        hmm: The folder or hub id of another HMM to steer with; None for the evaluation's own.
         instruction: A template that replaces the suite's, with `{prompt}` and `{column}`. In a
             chat, the system message.
         best_of: The number of candidates for each continuation.
@@ -406,7 +405,7 @@ def load_suite(source: str | os.PathLike[str]) -> Suite:
 
 
 def _read_content(source: str, extending: tuple[str, ...]) -> dict[str, Any]:
-    """Read a suite's YAML; its keys override those of the suite that it extends."""
+    """Read a suite's YAML; its keys override the keys of a suite that it extends."""
     import yaml
 
     if source in extending:
