@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from engines.vllm.test_params import NAMES, anything
 from foretrace.attribute import Attribute, AttributeStore
+from foretrace.engines.vllm.builder import TableBuilder
 from foretrace.engines.vllm.params import parse
-from foretrace.engines.vllm.table_cache import TableCache
+from foretrace.engines.vllm.table_store import TableStore
 from foretrace.hmm import HMM
 from harness import Report, options
 
@@ -45,7 +46,7 @@ def main() -> None:
     report.publish(arguments.json)
 
 
-def _library(folder: Path) -> TableCache:
+def _library(folder: Path) -> TableBuilder:
     """Build a library with the attributes that the requests name."""
     store = AttributeStore(folder / "attributes")
     for seed, name in enumerate(NAMES):
@@ -54,10 +55,10 @@ def _library(folder: Path) -> TableCache:
         config = replace(attribute.config, levels={"mild": 0.5, "medium": 1.0, "strong": 2.0})
         store.add(replace(attribute, config=config))
     hmm = HMM.random(16, VOCAB_SIZE, eos_token_id=0, seed=0)
-    return TableCache(hmm, folder / "attributes", folder / "tables", horizon=64)
+    return TableBuilder(hmm, folder / "attributes", TableStore(folder / "tables", 1 << 33))
 
 
-def _fuzz(library: TableCache, count: int, outcomes: dict[str, int], times: list[float]) -> None:
+def _fuzz(library: TableBuilder, count: int, outcomes: dict[str, int], times: list[float]) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -71,7 +72,7 @@ def _fuzz(library: TableCache, count: int, outcomes: dict[str, int], times: list
         try:
             asked = parse(request)
             if asked is not None:
-                library.admit(asked)
+                library.build(asked)
             outcomes["admitted"] += 1
         except ValueError:
             outcomes["refused"] += 1

@@ -13,8 +13,9 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from foretrace.engines.vllm.builder import TableBuilder
 from foretrace.engines.vllm.params import SteeringParams, parse
-from foretrace.engines.vllm.table_cache import TableCache
+from foretrace.engines.vllm.table_store import ResidentTables, TableStore
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from harness import Report, options
@@ -35,7 +36,7 @@ def main() -> None:
         _fill(folder, count)
         start, before = perf_counter(), _resident()
         hmm = HMM.from_pretrained(EXAMPLE)
-        library = TableCache(hmm, folder, Path(scratch) / "tables")
+        library = TableBuilder(hmm, folder, TableStore(Path(scratch) / "tables", 1 << 33))
         report.add("start: HMM and folder", perf_counter() - start, "s")
         start = perf_counter()
         listed = len(library.names())
@@ -55,19 +56,20 @@ def _fill(folder: Path, count: int) -> None:
         write_random(folder, name, hmm.vocab_size, share=share, known=fingerprint, seed=user)
 
 
-def _use(report: Report, library: TableCache, count: int) -> None:
+def _use(report: Report, library: TableBuilder, count: int) -> None:
     """Use some attributes for the first time and again; then use a name that does not exist."""
     cold, warm, ready = [], [], []
+    resident = ResidentTables(library.hmm, library.horizon, library.store, 1 << 30)
     for user in range(0, count, count // (2 * COLD)):
         asked = _asked(f"user-{user}")
         start = perf_counter()
-        keys = library.admit(asked)
+        (key,) = library.build(asked).tables
         cold.append(perf_counter() - start)
         start = perf_counter()
-        library.goals(asked, keys)
+        resident.lookahead(key)
         ready.append(perf_counter() - start)
         start = perf_counter()
-        library.goals(asked, library.admit(asked))
+        resident.lookahead(*library.build(asked).tables)
         warm.append(perf_counter() - start)
     report.add("first use: admission", median(cold), "s", at_most=0.5)
     report.add("first use: admission, slowest", max(cold), "s")

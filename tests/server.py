@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import socket
 from typing import Any, NamedTuple
@@ -33,8 +33,19 @@ class RealServer(NamedTuple):
     log: Path
 
     def built(self) -> set[str]:
-        """List the tables on disk."""
-        return {path.name for path in self.tables.rglob("*.table")}
+        """List the tables and markers on disk."""
+        return {path.parent.name for path in self.tables.rglob("*") if path.is_file()}
+
+    def leases(self) -> int:
+        """Count the descriptors of tables that the server's process holds open."""
+        port = self.address.rpartition(":")[2]
+        count = 0
+        for process in Path("/proc").iterdir():
+            with suppress(OSError):
+                if f"--port\0{port}\0" in (process / "cmdline").read_text():
+                    files = [link.readlink() for link in (process / "fd").iterdir()]
+                    count += sum(file.is_relative_to(self.tables) for file in files)
+        return count
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ import yaml
 from deploy_files import DEPLOY, alert_rules, dashboard, expressions, named_metrics
 from foretrace.cli import app
 
-SOURCE = DEPLOY.parent / "src" / "foretrace" / "engines" / "vllm" / "prometheus.py"
+SOURCE = DEPLOY.parent / "src" / "foretrace" / "engines" / "vllm" / "metrics.py"
 SUFFIXES = {"Counter": ["total"], "Histogram": ["bucket", "count", "sum"]}
 GRID_WIDTH = 24
 VLLM_OPTIONS = {"--host", "--port"}

@@ -15,7 +15,7 @@ from foretrace.errors import InvalidInputError
 EPILOG = "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 PROCESSOR = "foretrace.engines.vllm:SteeringProcessor"
-MIDDLEWARE = "foretrace.engines.vllm.middleware.SteeringMiddleware"
+MIDDLEWARE = "foretrace.engines.vllm.admission.SteeringMiddleware"
 
 
 def serve(

@@ -9,6 +9,7 @@ from deploy_files import DEPLOY
 from foretrace.hmm import HMM
 from random_attributes import write_random
 from server import API_KEY, HOSTILE_KEY, RealServer, serving, steered
+from small_server import any_model as any_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2-135m"
 

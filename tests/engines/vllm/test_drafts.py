@@ -1,5 +1,6 @@
 """Speculative decoding with model runner V2: drafted tokens are steered as all others."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,14 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
-from foretrace.attribute import Attribute
 from foretrace.engines.vllm import SteeringProcessor
-from foretrace.engines.vllm.settings import Settings, open_table_cache
+from foretrace.engines.vllm.admission import validate_params
+from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.steering import SlotSteering
-from random_attributes import write_random
 from second_runner_process import run_second_runner
-from tiny_lm import byte_tokenizer, tiny_hmm, write_tiny_lm
+from small_server import small_server
+from tiny_lm import byte_tokenizer, write_tiny_lm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -35,25 +36,10 @@ GOALS: list[dict[str, Any] | None] = [
 
 
 @pytest.fixture(autouse=True)
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Set the environment of a server with two attributes."""
-    hmm = tiny_hmm(TOKENIZER, states=8)
-    hmm.save_pretrained(tmp_path / "hmm")
-    TOKENIZER.save_pretrained(tmp_path / "lm")
-    known = hmm.config.tokenizer_fingerprint
-    write_random(tmp_path / "attributes", "a0", VOCAB_SIZE, share=0.5, known=known, seed=0)
-    rewards = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    kind = Attribute.from_rewards(rewards, tokenizer_fingerprint=known)
-    kind.save(tmp_path / "attributes" / "kind.safetensors")
-    hmm_folder, attributes, tables, tokenizer = (
-        str(tmp_path / name) for name in ("hmm", "attributes", "tables", "lm")
-    )
-    settings = Settings(hmm_folder, attributes, tables, tokenizer=tokenizer)
-    for name, value in settings.to_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
-    open_table_cache.cache_clear()
-    return settings
+def settings(tmp_path: Path, any_model: None) -> Iterator[Settings]:
+    """Set the environment of a server."""
+    with small_server(tmp_path, TOKENIZER) as settings:
+        yield settings
 
 
 class FakeRunner:
@@ -67,6 +53,7 @@ class FakeRunner:
         self.prompt_len = SimpleNamespace(np=np.full(REQUESTS, PROMPT))
         self.prefill_len = SimpleNamespace(np=np.full(REQUESTS, PROMPT))
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros(REQUESTS, 128, dtype=torch.int32))
+        self.total_len = SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))
         self.texts = [self.draw(PROMPT) for _ in range(REQUESTS)]
         self.commit()
 
@@ -76,6 +63,7 @@ class FakeRunner:
     def commit(self) -> None:
         for index, text in enumerate(self.texts):
             self.all_token_ids.gpu[index, : len(text)] = torch.tensor(text)
+            self.total_len.gpu[index] = len(text)
 
     def step(self, batch: list[int], *, cut: bool = False) -> tuple[Any, list[list[int]]]:
         """Draft tokens; return the context of the step, and the text before each row's token."""
@@ -122,7 +110,9 @@ def _config(version: int) -> Any:
 def _params(goal: dict[str, Any] | None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=64, extra_args=goal)
+    params = SamplingParams(max_tokens=64, extra_args=goal)
+    validate_params(params)
+    return params
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["all drafts", "drafts cut"])
@@ -137,7 +127,7 @@ def test_every_drafted_row_is_steered_as_its_text(seed: int, cut: bool) -> None:
     batches = [[[0, 1]], [[1, 0]], [[0], [1]], [[0, 1, 2]], [[2, 0]], [[2], [0, 1]], [[1, 3, 0]]]
     batches += [[[0, 1, 2, 3]]] * 4
     for parts in batches:
-        if 3 in parts[0] and 3 not in processor.slots:
+        if 3 in parts[0] and 3 not in processor.entries:
             assert processor.add_request(3, _params(goals[3]))
         processor.apply_staged_writes()
         for batch in parts:
@@ -149,7 +139,7 @@ def test_every_drafted_row_is_steered_as_its_text(seed: int, cut: bool) -> None:
 def _assert_steered(processor: Any, context: Any, prefixes: list[list[int]]) -> None:
     steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
     for row, index in enumerate(context.expanded_idx_mapping.tolist()):
-        request = processor.slots[index].request
+        request = processor.entries[index].request
         torch.testing.assert_close(steered[row], _expected(request, prefixes[row]))
 
 
@@ -190,7 +180,7 @@ def test_drafts_that_are_not_set_are_no_error() -> None:
         context, prefixes = runner.step([0])
         context.input_ids[1:] = -1
         steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
-        request = processor.slots[0].request
+        request = processor.entries[0].request
         torch.testing.assert_close(steered[0], _expected(request, prefixes[0]))
         runner.texts[0] = prefixes[0] + runner.draw(1)
 

@@ -149,6 +149,8 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
         ({"must_not_contain": ["a", 3]}, "must be a text"),
         ({"must_contain": "a" * 300}, "bytes together"),
         ({"must_contain": [*"abcdefghijklmnopq"]}, "16 required"),
+        ({"must_contain": ["a"] * 65}, "65 values, but 64"),
+        ({"goal": "a", "after": "a" * 2000}, "1,000 characters at most"),
         ({"must_contain": "\ud800"}, "characters"),
         ({"goal": 'contains("a")', "must_contain": "b", "transform": [2, 0]}, "Join them by &"),
         ({"goal": 'contains("\\ud800")'}, "characters"),
@@ -157,6 +159,39 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
 def test_what_is_wrong_is_said(given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
         parse(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"must_contain": [f"t{i}" for i in range(64_000)]},
+        {"must_not_contain": ["t"] * 1_000_000},
+        {"must_contain": "a" * 30_000_000},
+        {"must_contain": ["\ud800" * 10_000_000]},
+        {"goal": "a", "after": "a" * 30_000_000},
+        {"goal": "a", "window": "é" * 10_000_000},
+        {"goal": "~" * 10_000_000},
+        {"goal": ["a"] * 1_000_000},
+        {"goal": "a", "strength": "9" * 10_000_000},
+        {"goal": "a", "strength": [1] * 1_000_000},
+        {"goal": "a", "level": "m" * 30_000_000},
+        {"goal": "a", "transform": [[1, 2]] * 1_000_000},
+    ],
+    ids=lambda given: next(reversed(given)),
+)
+def test_what_is_too_long_is_refused_at_once(given: dict[str, Any]) -> None:
+    began = thread_time()
+    with pytest.raises(InvalidInputError, match=r"at most|1 to 4"):
+        parse(given)
+    assert thread_time() - began < SLOWEST
+
+
+def test_texts_that_are_given_again_count_once() -> None:
+    assert _read(must_contain=["t"] * 64) == _read(must_contain="t")
+    assert _read(must_contain=["t", "u", "t"], must_not_contain=["v", "v"]) == _read(
+        goal='contains("t") & contains("u") & ~contains("v") & contains("t")'
+    )
+    assert _read(must_contain=["t", "u"], goal='~contains("v")').required == [["t"], ["u"]]
 
 
 def _expressions() -> st.SearchStrategy[str]:

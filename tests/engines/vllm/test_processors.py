@@ -13,15 +13,14 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers import SteeringProcessor as TransformersProcessor
-from foretrace.engines.vllm import SteeringProcessor, prometheus
-from foretrace.engines.vllm.core import STOPS, validate_params
-from foretrace.engines.vllm.processor_v1 import SteeringProcessorV1
-from foretrace.engines.vllm.processor_v2 import SteeringProcessorV2
-from foretrace.engines.vllm.settings import Settings, open_table_cache
+from foretrace.engines.vllm import SteeringProcessor, metrics
+from foretrace.engines.vllm.admission import validate_params
+from foretrace.engines.vllm.params import ADMISSION
+from foretrace.engines.vllm.processor import SteeringProcessorV1, SteeringProcessorV2
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead.price import prices
-from random_attributes import write_random
-from tiny_lm import WORDS, tiny_hmm, word_tokenizer
+from small_server import small_server
+from tiny_lm import WORDS, word_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -47,28 +46,26 @@ class FakeRequestStates:
         self.all_token_ids = SimpleNamespace(gpu=torch.ones(4, 64, dtype=torch.int32))
         self.prompt_len = SimpleNamespace(np=np.full(4, 3))
         self.prefill_len = SimpleNamespace(np=np.full(4, 3))
+        self.total_len = SimpleNamespace(gpu=torch.full((4,), 3))
 
 
 @pytest.fixture(autouse=True)
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set the environment of a server with one attribute."""
-    hmm = tiny_hmm(word_tokenizer(), states=8)
-    hmm.save_pretrained(tmp_path / "hmm")
-    known = hmm.config.tokenizer_fingerprint
-    write_random(tmp_path / "attributes", "a0", len(WORDS), share=0.5, known=known, seed=0)
-    settings = Settings(str(tmp_path / "hmm"), str(tmp_path / "attributes"), str(tmp_path))
-    for name, value in settings.to_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
-    open_table_cache.cache_clear()
-    yield
-    open_table_cache.cache_clear()
+def server(tmp_path: Path, any_model: None) -> Iterator[None]:
+    """Set the environment of a server."""
+    with small_server(tmp_path, word_tokenizer(), has_bytes=False):
+        yield
 
 
 def _params(**extra: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=8, extra_args={"goal": "a0", **extra})
+
+
+def _validated(**extra: Any) -> Any:
+    params = _params(**extra)
+    validate_params(params)
+    return params
 
 
 def test_the_class_of_the_runner_is_created() -> None:
@@ -81,11 +78,11 @@ def test_the_class_of_the_runner_is_created() -> None:
 def test_validation_can_be_repeated_with_other_arguments() -> None:
     params = _params()
     validate_params(params)
-    assert params.extra_args[STOPS] == [0]
+    assert params.extra_args[ADMISSION]["stops"] == [0]
     assert 0 in params.all_stop_token_ids
     params.extra_args = {key: params.extra_args[key] for key in params.extra_args if key != "goal"}
     validate_params(params)
-    assert STOPS not in params.extra_args
+    assert ADMISSION not in params.extra_args
     assert params.stop_token_ids == []
     assert params.all_stop_token_ids == set()
 
@@ -126,18 +123,37 @@ def _step(processor: Any, slots: list[int], length: int) -> torch.Tensor:
     return steered
 
 
-def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
+def test_finished_requests_of_runner_v2_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     processor: Any = SteeringProcessor(FakeConfig(2), FakeRequestStates())
     for slot in (0, 1):
-        assert processor.add_request(slot, _params())
-    _step(processor, [0, 1], 3)
-    assert processor.slots[0].request is not None
-    _step(processor, [1], 4)
-    steered = _step(processor, [1], 5)
-    assert processor.slots[0].request is None
-    assert processor.slots[0].num_generated is None
-    processor.slots[1].forget()  # as if it had waited
-    assert torch.equal(_step(processor, [1], 5), steered)
+        assert processor.add_request(slot, _validated())
+    assert not processor.add_request(2, _plain())
+    _step(processor, [0, 1, 2], 3)
+    _step(processor, [1, 2], 4)
+    steered = _step(processor, [1, 2], 5)
+    assert list(processor.entries) == [1]
+    assert processor.waiting[0].request is None
+    for length in (6, 7, 8):  # request 1 waits
+        _step(processor, [2], length)
+    assert not processor.entries
+    with monkeypatch.context() as patched:
+        patched.setattr(processor, "_steer", None)  # plain requests cost nothing
+        _step(processor, [2], 9)
+    assert torch.equal(_step(processor, [1, 2], 5), steered)
+    assert list(processor.entries) == [1]
+
+
+def _plain() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=8)
+
+
+def test_a_request_that_was_not_checked_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    processor: Any = SteeringProcessor(FakeConfig(2), FakeRequestStates())
+    assert processor.add_request(0, _params())
+    assert _step(processor, [0], 3).softmax(-1)[0, 0] == 1.0  # token 0 ends a text
+    assert "was not checked" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -149,19 +165,18 @@ def test_finished_requests_of_runner_v2_hold_no_tables() -> None:
         {"goal": "a0", "transform": [3, -1]},
     ],
 )
-def test_both_runners_steer_as_transformers_does(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    rewards = torch.randn(len(WORDS), generator=torch.Generator().manual_seed(0))
-    Attribute.from_rewards(rewards).save(tmp_path / "attributes" / "kind.safetensors")
+def test_both_runners_steer_as_transformers_does(arguments: dict[str, Any]) -> None:
     params, prompt, generated = _params(**arguments), [5, 6, 7], [8, 9, 8, 3]
     validate_params(params)
     first: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
     output: list[int] = []
-    first.slots[0] = first._add(params, prompt, output)
+    first.entries[0] = first._add(params, prompt, output)
     states = FakeRequestStates()
     states.all_token_ids.gpu[0, :7] = torch.tensor(prompt + generated)
     second: Any = SteeringProcessor(FakeConfig(2), states)
     second.add_request(0, params)
-    goals = first.slots[0].request.goals
+    first.core.load(first.entries[0])
+    goals = first.entries[0].request.goals
     expected = TransformersProcessor(
         goals, prompt_mask=torch.ones(1, 3), max_new_tokens=8, ends=[0]
     )
@@ -175,26 +190,26 @@ def test_both_runners_steer_as_transformers_does(tmp_path: Path, arguments: dict
 
 def test_the_price_is_counted_every_128_steps() -> None:
     processor: Any = SteeringProcessor(FakeConfig(2), FakeRequestStates())
-    processor.add_request(0, _params(strength=5))
-    nats, tokens = prometheus.PRICE._value.get(), prometheus.PRICED._value.get()
-    for _ in range(prometheus.STEPS_BETWEEN_READS - 1):
+    processor.add_request(0, _validated(strength=5))
+    nats, tokens = metrics.PRICE._value.get(), metrics.PRICED._value.get()
+    for _ in range(metrics.STEPS_BETWEEN_READS - 1):
         steered = _step(processor, [0], 3)
-    assert prometheus.PRICED._value.get() == tokens
+    assert metrics.PRICED._value.get() == tokens
     _step(processor, [0], 3)
-    measured = prometheus.STEPS_BETWEEN_READS // prometheus.STEPS_BETWEEN_PRICES
-    assert prometheus.PRICED._value.get() == tokens + measured
+    measured = metrics.STEPS_BETWEEN_READS // metrics.STEPS_BETWEEN_PRICES
+    assert metrics.PRICED._value.get() == tokens + measured
     price = float(prices(torch.zeros_like(steered), steered))
-    assert prometheus.PRICE._value.get() - nats == pytest.approx(measured * price, rel=1e-4)
+    assert metrics.PRICE._value.get() - nats == pytest.approx(measured * price, rel=1e-4)
 
 
 def test_a_resumed_request_is_counted_once() -> None:
     states = FakeRequestStates()
     processor: Any = SteeringProcessor(FakeConfig(2), states)
-    before = prometheus.REQUESTS._value.get()
-    processor.add_request(0, _params())
+    before = metrics.REQUESTS._value.get()
+    processor.add_request(0, _validated())
     states.prefill_len.np[0] = 5  # the prompt and two tokens, after preemption
-    processor.add_request(0, _params())
-    assert prometheus.REQUESTS._value.get() == before + 1
+    processor.add_request(0, _validated())
+    assert metrics.REQUESTS._value.get() == before + 1
 
 
 def test_placeholders_of_asynchronous_scheduling_are_replaced_before_steering() -> None:
@@ -219,7 +234,7 @@ def test_placeholders_of_asynchronous_scheduling_are_replaced_before_steering() 
     steered = []
     for tokens in (output, [8, 9]):
         processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
-        processor.slots[0] = processor._add(params, prompt, tokens)
+        processor.entries[0] = processor._add(params, prompt, tokens)
         steered.append(processor.apply(torch.zeros(1, len(WORDS))))
     assert torch.equal(*steered)
 
@@ -228,7 +243,7 @@ def test_a_placeholder_that_is_left_ends_the_request(caplog: pytest.LogCaptureFi
     params, output = _params(), [8]
     validate_params(params)
     processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
-    processor.slots[0] = processor._add(params, [5, 6, 7], output)
+    processor.entries[0] = processor._add(params, [5, 6, 7], output)
     processor.apply(torch.zeros(1, len(WORDS)))
     output.append(-1)
     steered = processor.apply(torch.zeros(1, len(WORDS)))

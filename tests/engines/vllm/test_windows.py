@@ -15,11 +15,11 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 from engines.vllm.test_processors import FakeConfig, FakeRequestStates
 from foretrace.engines.transformers import SteeringProcessor as TransformersProcessor
 from foretrace.engines.vllm import SteeringProcessor
-from foretrace.engines.vllm.core import validate_params
-from foretrace.engines.vllm.settings import Settings, open_table_cache
+from foretrace.engines.vllm.admission import validate_params
+from foretrace.engines.vllm.settings import open_builder
 from foretrace.errors import InvalidInputError
-from random_attributes import write_random
-from tiny_lm import byte_tokenizer, tiny_hmm
+from small_server import small_server
+from tiny_lm import byte_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 TOKENIZER = byte_tokenizer(["No, I think. Yes, I think."], 280)
@@ -27,25 +27,10 @@ PROMPT, TEXT = "abc", "Hm.</t>Yes, no.</a>Bye"
 
 
 @pytest.fixture(autouse=True)
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set the environment of a server with one attribute and a byte-level tokenizer."""
-    hmm = tiny_hmm(TOKENIZER, states=8)
-    hmm.save_pretrained(tmp_path / "hmm")
-    TOKENIZER.save_pretrained(tmp_path / "lm")
-    known = hmm.config.tokenizer_fingerprint
-    write_random(tmp_path / "attributes", "a0", len(TOKENIZER), share=0.5, known=known, seed=0)
-    settings = Settings(
-        str(tmp_path / "hmm"),
-        str(tmp_path / "attributes"),
-        str(tmp_path),
-        tokenizer=str(tmp_path / "lm"),
-    )
-    for name, value in settings.to_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
-    open_table_cache.cache_clear()
-    yield
-    open_table_cache.cache_clear()
+def server(tmp_path: Path, any_model: None) -> Iterator[None]:
+    """Set the environment of a server with a byte-level tokenizer."""
+    with small_server(tmp_path, TOKENIZER):
+        yield
 
 
 def _validated(**arguments: Any) -> Any:
@@ -63,7 +48,7 @@ def _runner_v1(params: Any, prompt: list[int], generated: list[int]) -> Iterator
     for count in range(len(generated) + 1):
         output[:] = generated[:count]
         if count % 3 == 0:
-            processor.slots[0] = processor._add(params, prompt, output)
+            processor.entries[0] = processor._add(params, prompt, output)
         yield processor.apply(_bare())[0]
 
 
@@ -77,7 +62,7 @@ def _runner_v2(params: Any, prompt: list[int], generated: list[int]) -> Iterator
     processor.add_request(0, params)
     for count in range(len(generated) + 1):
         if count % 3 == 0:
-            processor.slots[0].forget()
+            processor.entries[0].forget()
         context = SimpleNamespace(
             idx_mapping_np=np.array([0]),
             seq_lens_upper_bound_np=np.array([len(prompt) + count]),
@@ -124,7 +109,9 @@ def test_tokens_outside_the_window_keep_every_bit(
 def _goals(arguments: dict[str, Any]) -> Any:
     """Return the goals of a request, as the decoding process loads them."""
     processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
-    return processor._add(_validated(**arguments), [1], []).request.goals
+    entry = processor._add(_validated(**arguments), [1], [])
+    assert processor.core.load(entry)
+    return entry.request.goals
 
 
 @pytest.mark.parametrize("runner", [_runner_v1, _runner_v2])
@@ -152,7 +139,7 @@ def test_promises_that_cannot_be_kept_are_refused(arguments: dict[str, Any], why
 
 def test_markers_need_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORETRACE_SERVE_TOKENIZER")
-    open_table_cache.cache_clear()
+    open_builder.cache_clear()
     _validated(window=3)
     with pytest.raises(InvalidInputError, match="markers need the tokenizer"):
         _validated(after="</t>")

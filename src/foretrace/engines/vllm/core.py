@@ -2,18 +2,24 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretrace.engines.vllm import prometheus
-from foretrace.engines.vllm.params import parse
-from foretrace.engines.vllm.settings import open_table_cache
+from foretrace.attribute import LogitAffine
+from foretrace.engines.vllm import metrics
+from foretrace.engines.vllm.params import ADMISSION, Admission, names_goal, parse
+from foretrace.engines.vllm.settings import Settings, open_builder
+from foretrace.engines.vllm.table_store import CompiledMarker, ResidentTables
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering import Request, SlotSteering
+from foretrace.steering import Goal, Marker, Request, SlotSteering
+from foretrace.steering.marker_pool import MarkerEntry
+from foretrace.steering.slab import Slab
 from foretrace.steering.transfer import to_device
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
@@ -23,65 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys that validation adds to a request's arguments: the keys of its tables, the stop tokens that
-# were added to it, and whether its tables are leased until it is answered.
-TABLES, STOPS, LEASED = "foretrace_tables", "foretrace_stops", "foretrace_leased"
-
-
-def validate_params(params: "SamplingParams") -> None:
-    """Check a request, build its tables if no server does, and record them in its arguments.
-
-    Runs in the process that takes requests.
-
-    Raises:
-        ForetraceError: The request cannot be steered.
-    """
-    _remove_added(params)
-    try:
-        steering_params = parse(params.extra_args)
-        if steering_params is None:
-            return
-        cache = open_table_cache(torch.device("cpu"), prometheus.observe_cache)
-        keys = cache.admit(steering_params, params.max_tokens)
-        if params.structured_outputs is not None and cache.has_constraint(keys):
-            raise InvalidInputError(
-                "A request with structured outputs cannot also have required or forbidden texts: "
-                "the grammar may leave no token that satisfies both. Put the texts into the "
-                "schema, or leave one of the two out."
-            )
-    except ForetraceError:
-        prometheus.REFUSED.inc()
-        raise
-    stops = [] if params.ignore_eos else _add_stops(params, cache.hmm.config.eos_token_ids)
-    # The server's middleware leases the tables: they cannot be evicted before decoding.
-    leased = {LEASED: True} if cache.read_only else {}
-    params.extra_args = {**params.extra_args, TABLES: keys, STOPS: stops, **leased}
-
-
-def _add_stops(params: "SamplingParams", ends: tuple[int, ...]) -> list[int]:
-    """Add the HMM's end-of-text tokens to the stop tokens; return those that were added."""
-    stops = params.stop_token_ids or []
-    added = [end for end in ends if end not in stops]
-    params.stop_token_ids = [*stops, *added]
-    params.all_stop_token_ids.update(added)
-    return added
-
-
-def _remove_added(params: "SamplingParams") -> None:
-    """Undo an earlier validation: a caller may send the same object again with other arguments."""
-    extra_args = dict(params.extra_args or {})
-    stops = extra_args.pop(STOPS, None)
-    for key in (TABLES, LEASED):
-        extra_args.pop(key, None)
-    if isinstance(stops, list):
-        params.stop_token_ids = [stop for stop in params.stop_token_ids or [] if stop not in stops]
-        params.all_stop_token_ids.difference_update(stops)
-    if params.extra_args is not None:
-        params.extra_args = extra_args
+ENDS = ("after", "until")  # the markers of a window
+MAX_MARKERS = 64  # that the steering keeps for later requests
+SECONDS_BETWEEN_LOGS = 60.0  # of texts that end without what is required
 
 
 @dataclass
-class Slot:
+class RequestEntry:
     """A request of the batch."""
 
     params: "SamplingParams"
@@ -90,8 +44,10 @@ class Slot:
     prompt_length: int
     output: list[int]
     """Generated token ids, updated by runner V1; runner V2 has them on the device."""
-    number: int
+    slot_id: int
     """The number of its slot in the steering."""
+    admission: Admission | None = None
+    loading: "Future[None] | None" = None
     request: Request | None = None
     num_generated: int | None = None
     """How many generated tokens its state includes; None if there is no state."""
@@ -108,6 +64,12 @@ class Slot:
         """Drop the goals and the state; both can be loaded again."""
         self.request = self.num_generated = None
 
+    @property
+    def has_constraint(self) -> bool:
+        """Return whether it has required or forbidden texts."""
+        goals = () if self.request is None else self.request.goals
+        return any(goal.lookahead.automaton is not None for goal in goals)
+
 
 class SteeringCore:
     """Loads the goals of requests, and steers their rows in one batch of tensor operations."""
@@ -122,57 +84,125 @@ class SteeringCore:
             device: Where logits are.
             num_drafts: Drafted tokens of a request in a step at most.
         """
-        self.cache = open_table_cache(device, prometheus.observe_cache)
-        _check_model(vllm_config, self.cache.hmm)
-        self.cache.load_tokenizer()  # markers need it, and a request must not hold up the batch
+        self.builder = open_builder(device, metrics.observe_cache)
+        self.hmm = self.builder.hmm
+        _check_model(vllm_config, self.hmm)
+        self.builder.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
+        memory = Settings.from_environment().memory_mb << 20
+        self.tables = ResidentTables(
+            self.hmm, self.builder.horizon, self.builder.store, memory, metrics.observe_cache
+        )
         # With drafts, a step advances the rows after as many drafted tokens, and reweights all.
         num_plans = num_drafts + 2 if num_drafts else 1
-        self.steering = SlotSteering(self.cache.hmm, num_plans=num_plans)
-        self.price_meter = prometheus.PriceMeter()
-        self.ends = _ends(vllm_config, self.cache.hmm.config.eos_token_ids)
+        self.steering = SlotSteering(self.hmm, num_plans=num_plans)
+        self.price_meter = metrics.PriceMeter()
+        self.ends = _ends(vllm_config, self.hmm.config.eos_token_ids)
+        self._logged = -SECONDS_BETWEEN_LOGS
 
-    def open(self, slot: Slot, *, resumed: bool) -> Slot | None:
-        """Load the goals of a request that enters the batch; return None if it has none."""
-        self.load(slot)
-        if slot.request is None and not slot.failed:
+    def open(self, entry: RequestEntry, *, resumed: bool) -> RequestEntry | None:
+        """Begin to load the goals of a request that enters the batch; None if it has none."""
+        extra_args = entry.params.extra_args or {}
+        if ADMISSION in extra_args:
+            entry.admission = Admission.from_plain(extra_args[ADMISSION])
+            entry.loading = self.tables.prefetch(entry.admission)
+        elif names_goal(extra_args):
+            self.fail(entry, "It was not checked by SteeringProcessor.validate_params.")
+        else:
             return None
-        if not resumed and not slot.failed:
-            prometheus.REQUESTS.inc()
-        return slot
+        if not resumed and not entry.failed:
+            metrics.REQUESTS.inc()
+        return entry
 
-    def load(self, slot: Slot) -> None:
-        """Load the goals of a slot, or mark it as failed."""
-        try:
-            slot.request = self._request(slot)
-        except Exception as error:
-            self.fail(slot, str(error), error)
+    def load(self, entry: RequestEntry) -> bool:
+        """Load the goals of a request, if they are not; return False if they cannot be."""
+        if entry.request is None and not entry.failed:
+            try:
+                entry.request = self._request(entry)
+            except Exception as error:
+                self.fail(entry, str(error), error)
+        return not entry.failed
 
-    def fail(self, slot: Slot, reason: str, error: Exception | None = None) -> None:
-        """Mark a slot as failed: its request ends with the next token."""
+    def fail(self, entry: RequestEntry, reason: str, error: Exception | None = None) -> None:
+        """Mark a request as failed: it ends with the next token."""
         logger.error(
             "A request cannot be steered, and is ended: %s",
             reason,
             exc_info=error,
-            extra={"goal": (slot.params.extra_args or {}).get("goal")},
+            extra={"goal": (entry.params.extra_args or {}).get("goal")},
         )
-        prometheus.FAILED.inc()
-        slot.failed = True
+        metrics.FAILED.inc()
+        entry.failed = True
 
-    def _request(self, slot: Slot) -> Request | None:
-        params, extra_args = slot.params, slot.params.extra_args or {}
-        steering_params = parse(extra_args)
-        if steering_params is None:
-            return None
-        keys = extra_args.get(TABLES) or self.cache.admit(steering_params)
-        # A server's decoding process never builds: that would hold up the whole batch.
-        build = not extra_args.get(LEASED, False)
-        goals = self.cache.goals(steering_params, keys, build=build)
-        limit = min(params.max_tokens or self.max_length, self.max_length - slot.prompt_length)
+    def _request(self, entry: RequestEntry) -> Request:
+        params, admission = entry.params, entry.admission
+        assert admission is not None
+        try:
+            if entry.loading is not None:
+                entry.loading.result()
+            goals = self._goals(admission)
+        except ForetraceError:
+            # A server's decoding process never builds: that would hold up the whole batch. A
+            # request keeps the attributes it was admitted with: others are not built for it.
+            steering_params = None if admission.leased else parse(params.extra_args)
+            if (
+                steering_params is None
+                or self.builder.build(steering_params).keys != admission.keys
+            ):
+                raise
+            goals = self._goals(admission)
+        finally:
+            entry.loading = None
+        limit = min(params.max_tokens or self.max_length, self.max_length - entry.prompt_length)
         ends = tuple(params.all_stop_token_ids)
-        return Request(goals, tuple(slot.prompt or ()), limit, steering_params.horizon, ends)
+        return Request(goals, tuple(entry.prompt or ()), limit, admission.horizon, ends)
 
-    def update(self, num_rows: int, counts: Mapping[int, int], rows: Mapping[int, Slot]) -> "Step":
+    def _goals(self, admission: Admission) -> tuple[Goal, ...]:
+        """Return the goals of a request whose tables and markers are built."""
+        markers = {text: self.builder.marker(text) for text in admission.markers}
+        for text, key in admission.markers.items():
+            _add_marker(self.steering, markers[text], self.tables.marker(key))
+        window = admission.window
+        return tuple(
+            Goal(
+                self.tables.lookahead(key),
+                strength=1.0,  # the strengths are inside the lookahead
+                transform=LogitAffine(*transform),
+                neutral_end=admission.neutral_end,
+                after=None if admission.after is None else markers[admission.after],
+                window=markers[window] if isinstance(window, str) else window,
+            )
+            for key, transform in zip(admission.tables, admission.transforms, strict=True)
+        )
+
+    def close(self, entry: RequestEntry, tokens: Sequence[int]) -> None:
+        """Count a text that has ended without required text, or with forbidden text.
+
+        A request that is preempted or cancelled has not ended.
+
+        Args:
+            entry: The request.
+            tokens: All its generated tokens.
+        """
+        params, request, admission = entry.params, entry.request, entry.admission
+        if request is None or admission is None or admission.after is not None or not tokens:
+            return
+        if tokens[-1] not in request.ends and len(tokens) < request.limit:
+            text, stops = self.builder.spell(tokens), params.stop or []
+            if not any(stop.encode() in text for stop in stops):
+                return
+        covered = tokens[: admission.window] if isinstance(admission.window, int) else tokens
+        if all(_is_met(goal, covered, request.ends) for goal in request.goals):
+            return
+        metrics.UNMET.inc()
+        if monotonic() - self._logged > SECONDS_BETWEEN_LOGS:
+            self._logged = monotonic()
+            goal = (params.extra_args or {}).get("goal")
+            logger.warning("A text ended without required text", extra={"goal": goal})
+
+    def update(
+        self, num_rows: int, counts: Mapping[int, int], rows: Mapping[int, RequestEntry]
+    ) -> "Step":
         """Find out which slots of a step lack one token, and which must be read.
 
         Args:
@@ -180,39 +210,39 @@ class SteeringCore:
             counts: The number of generated tokens of each row with a slot.
             rows: The slots of the rows whose prompt is complete and whose goals are loaded.
         """
-        numbers: list[int | None] = [None] * num_rows
+        slots: list[int | None] = [None] * num_rows
         moved, new = [], []
-        for row, slot in rows.items():
-            numbers[row] = slot.number
-            missing = slot.missing(counts[row])
+        for row, entry in rows.items():
+            slots[row] = entry.slot_id
+            missing = entry.missing(counts[row])
             if missing == 1:
                 moved.append(row)
             elif missing != 0:
                 new.append(row)
-            slot.num_generated = counts[row]
-        return Step(numbers, moved, new)
+            entry.num_generated = counts[row]
+        return Step(slots, moved, new)
 
     def advance(self, step: "Step", tokens: Tensor) -> None:
         """Update the states of the rows that lack one token: (rows,) ids, on the device."""
         if not step.moved:
             return
         mask = None
-        if len(step.moved) < sum(number is not None for number in step.numbers):
-            mask = torch.zeros(len(step.numbers), dtype=torch.bool)
+        if len(step.moved) < sum(slot is not None for slot in step.slots):
+            mask = torch.zeros(len(step.slots), dtype=torch.bool)
             mask[step.moved] = True
             mask = mask.to(tokens.device, non_blocking=True)
-        self.steering.advance(step.numbers, tokens, mask)
+        self.steering.advance(step.slots, tokens, mask)
 
-    def apply(self, logits: Tensor, numbers: Sequence[int | None], failed: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Sequence[int | None], failed: Sequence[int]) -> None:
         """Reweight the logits of rows in place: (rows, V or more).
 
         Args:
             logits: The logits.
-            numbers: The slot number of each row; None if it is not steered.
+            slots: The slot of each row; None if it is not steered.
             failed: Rows that may only end.
         """
         self.steering.observe = self.price_meter.next_step()
-        self.steering.reweight_(logits, numbers)
+        self.steering.reweight_(logits, slots)
         if failed:
             rows, ends = (to_device(part, logits.device) for part in (failed, self.ends))
             logits[rows] = -torch.inf
@@ -222,8 +252,8 @@ class SteeringCore:
 class Step(NamedTuple):
     """The rows of a decoding step."""
 
-    numbers: list[int | None]
-    """The slot number of each row; None if it is not steered."""
+    slots: list[int | None]
+    """The slot of each row; None if it is not steered."""
     moved: list[int]
     """The rows that have one more token than their state."""
     new: list[int]
@@ -250,3 +280,39 @@ def _check_model(config: "VllmConfig", hmm: HMM) -> None:
     if tokenizer is not None:
         known = hmm.config.tokenizer_fingerprint
         require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
+
+
+def _is_met(goal: Goal, tokens: Sequence[int], ends: Sequence[int]) -> bool:
+    """Return whether a text meets the constraint of a goal."""
+    automaton = goal.lookahead.attribute.terms.automaton
+    text = torch.tensor([token for token in tokens if token not in ends], dtype=torch.long)
+    if automaton is None or not len(text):
+        return automaton is None or bool((automaton.final_weights[:, 0] > 0).any())
+    final_weights = automaton.log_final_weights(text, torch.zeros_like(text), 1)
+    return bool((final_weights > -torch.inf).any())
+
+
+def _add_marker(steering: SlotSteering, marker: Marker, compiled: CompiledMarker) -> None:
+    """Copy a compiled marker into the pool of a steering, which would compile it otherwise."""
+    pool = steering.pool.markers
+    if marker in pool._entries:
+        return
+    in_use = {getattr(one.window, end) for one in steering._requests.values() for end in ENDS}
+    for old in [*pool._automata][:-MAX_MARKERS]:
+        if old not in in_use:
+            entry, dfa = pool._entries.pop(old), pool._automata.pop(old)
+            pool.classes.free(entry.classes, 1)
+            pool.transitions.free(entry.transitions, dfa.transitions.numel())
+    num_tokens, dfa = len(marker.token_bytes), compiled.dfa
+    if pool.classes.rows.shape[1] < num_tokens:  # the first marker
+        pool.classes = Slab((num_tokens,), torch.int16, pool.device)
+        pool.classes.write(torch.zeros(1, num_tokens))
+    classes = torch.zeros(1, num_tokens, dtype=torch.int16)
+    classes[0, dfa.tokens.long()] = dfa.classes.short()
+    pool._automata[marker] = dfa
+    pool._entries[marker] = MarkerEntry(
+        pool.classes.write(classes),
+        pool.transitions.write(dfa.transitions.flatten()),
+        dfa.transitions.shape[1],
+        compiled.found,
+    )

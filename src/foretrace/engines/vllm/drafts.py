@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretrace.engines.vllm.core import Slot, SteeringCore
+from foretrace.engines.vllm.core import RequestEntry, SteeringCore
 from foretrace.steering.transfer import to_device
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SteeredRequest(NamedTuple):
     """A steered request of a step, whose prompt is complete."""
 
-    slot: Slot
+    entry: RequestEntry
     rows: range
     """Its rows of the logits: one for its last token, then one for each drafted token."""
     length: int
@@ -32,13 +32,13 @@ class SteeredRequest(NamedTuple):
     @property
     def num_generated(self) -> int:
         """Generated and drafted tokens, at most."""
-        return self.length - self.slot.prompt_length
+        return self.length - self.entry.prompt_length
 
 
 class _Depth(NamedTuple):
     """The rows of a step that follow the same number of drafted tokens."""
 
-    numbers: list[int]  # the slot of each row in the steering
+    slots: list[int]  # the slot of each row in the steering
     counts: list[int]  # generated and drafted tokens of each at most
     rows: list[int]
 
@@ -56,12 +56,12 @@ class DraftedStates:
         """
         self.core, self.width = core, num_drafts + 1
         # The position of the last token before the drafts, in the step before.
-        self.positions = torch.zeros(num_requests, dtype=torch.long, device=core.cache.hmm.device)
+        self.positions = torch.zeros(num_requests, dtype=torch.long, device=core.hmm.device)
 
     def update(
         self, requests: Sequence[SteeredRequest], context: "LogitsContext", num_rows: int
     ) -> list[int | None]:
-        """Update the states of steered rows; return the slot number of each row.
+        """Update the states of steered rows; return the slot of each row.
 
         Args:
             requests: The steered requests. Those without a state were read in this step.
@@ -70,7 +70,7 @@ class DraftedStates:
         """
         steering, device = self.core.steering, self.positions.device
         tokens = context.input_ids.long().clamp_min(0)  # vLLM marks drafts that are not set by -1
-        numbers: list[int | None] = [None] * num_rows
+        slots: list[int | None] = [None] * num_rows
         for depth, part in enumerate(self._depths(requests)):
             rows = to_device(part.rows, device)
             # The state after the draft before, or after the accepted drafts of the last step.
@@ -78,20 +78,20 @@ class DraftedStates:
             moved = None
             if depth == 0:
                 distance, moved = self._accepted(requests, context.pos[rows].long())
-            steering.copy_(part.numbers, distance, part.counts)
-            steering.advance(part.numbers, tokens[rows], moved)
-            for row, number in zip(part.rows, part.numbers, strict=True):
-                numbers[row] = number
+            steering.copy_(part.slots, distance, part.counts)
+            steering.advance(part.slots, tokens[rows], moved)
+            for row, slot in zip(part.rows, part.slots, strict=True):
+                slots[row] = slot
         for one in requests:
-            one.slot.num_generated = one.num_generated
-        return numbers
+            one.entry.num_generated = one.num_generated
+        return slots
 
     def _accepted(
         self, requests: Sequence[SteeredRequest], positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the accepted drafts of the step before, and which requests have moved: (n,)."""
-        index = to_device([one.slot.number for one in requests], positions.device)
-        new = [one.slot.num_generated is None for one in requests]
+        index = to_device([one.entry.slot_id for one in requests], positions.device)
+        new = [one.entry.num_generated is None for one in requests]
         accepted = (positions - self.positions[index] - 1).clamp(0, self.width - 1)
         self.positions[index] = positions
         if not any(new):
@@ -104,7 +104,7 @@ class DraftedStates:
         for depth in range(max((len(one.rows) for one in requests), default=0)):
             part = [one for one in requests if len(one.rows) > depth]
             yield _Depth(
-                [one.slot.number * self.width + depth for one in part],
+                [one.entry.slot_id * self.width + depth for one in part],
                 [one.num_generated for one in part],
                 [one.rows[depth] for one in part],
             )

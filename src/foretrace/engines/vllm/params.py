@@ -1,9 +1,9 @@
 """Parse and check the steering parameters of a request, which come from untrusted clients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 from foretrace.attribute import Expression, LogitAffine
 from foretrace.attribute import parse as parse_expression
@@ -27,8 +27,10 @@ KEYS = (
     "window",
     "shift",
 )
+ADMISSION = "foretrace"  # the key of the arguments under which a request's admission travels
 CONSTRAINTS = ("must_contain", "must_not_contain")
 MAX_GOALS, MAX_CHARACTERS, MAX_NAMES = 4, 1_000, 16
+MAX_VALUES = 64  # of one argument, before anything else looks at them
 MAX_TEXTS, MAX_BYTES = 16, 200  # of required and forbidden texts: each becomes an automaton
 MIN_STRENGTH, MAX_STRENGTH = 0.01, 1_000.0
 STRENGTH_DIGITS = 2  # significant ones: every strength has its own table
@@ -81,6 +83,58 @@ class SteeringParams:
         """Return the markers at which the goals begin and end."""
         return tuple(text for text in (self.after, self.window) if isinstance(text, str))
 
+    @property
+    def required(self) -> list[list[str]]:
+        """Return the required texts: lists of alternatives, of which one must occur."""
+        steps = [operand.expression.steps for goal in self.goals for operand in goal.operands]
+        alone = [step[0] for step in steps if len(step) == 1]
+        return [list(operand.texts) for operand in alone if isinstance(operand, Contains)]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the decoding process loads for a request: plain values, which vLLM passes on to it."""
+
+    tables: Sequence[str]
+    """The key of each goal's table."""
+    transforms: Sequence[Sequence[float]]
+    """The scale and the shift of each goal's transform."""
+    horizon: int | None
+    neutral_end: bool
+    after: str | None
+    window: int | str | None
+    markers: Mapping[str, str]
+    """The key of each marker's automaton."""
+    required: Sequence[Sequence[str]] = ()
+    """The required texts: lists of alternatives, of which one must occur."""
+    stops: Sequence[int] = ()
+    """The stop tokens that were added to the request."""
+    leased: bool = False
+    """Whether the tables are leased until the request is answered."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of all that must be built."""
+        return [*self.tables, *self.markers.values()]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the values as a dictionary."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_plain` returned."""
+        return cls(**values)
+
+
+def names_goal(extra_args: Mapping[str, Any] | None) -> bool:
+    """Return whether a request has a steering argument, or a misspelt one."""
+    return any(key in KEYS or _is_misspelt(key) for key in extra_args or ())
+
+
+def _is_misspelt(key: Any) -> bool:
+    return key != "goal" and isinstance(key, str) and key.lower() in ("goal", "goals")
+
 
 def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     """Parse the extra arguments of a request; arguments of other plugins are ignored.
@@ -101,12 +155,13 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     constraints = [key for key in CONSTRAINTS if key in args]
     if "goal" not in args:
         # A misspelt goal must not produce an unsteered text.
-        if close := [key for key in extra_args or {} if str(key).lower() in ("goal", "goals")]:
+        if close := [key for key in extra_args or {} if _is_misspelt(key)]:
             raise InvalidInputError(f"Did you mean goal, where you say {close[0]}?")
         if args and not constraints:
             raise InvalidInputError(f"{next(iter(args))} is given without a goal.")
         if not args:
             return None
+    _require_short(args)
     texts = _as_list(args.get("goal", []))
     if not 1 <= len(texts) + bool(constraints) <= MAX_GOALS:
         counted = " and a required or forbidden text" if constraints else ""
@@ -125,6 +180,22 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
         _marker("after", args["after"]) if "after" in args else None,
         _window(args["window"]) if "window" in args else None,
     )
+
+
+def _require_short(args: Mapping[str, Any]) -> None:
+    """Raise if an argument has too many values or too long a text, in constant time for each."""
+    for key, value in args.items():
+        values = _as_list(value)
+        if len(values) > MAX_VALUES:
+            raise InvalidInputError(
+                f"{key} has {len(values):,} values, but {MAX_VALUES} are allowed at most."
+            )
+        for one in values:
+            if isinstance(one, str | list | dict) and len(one) > MAX_CHARACTERS:
+                raise InvalidInputError(
+                    f"{key} has a value of {len(one):,} characters. It may have "
+                    f"{MAX_CHARACTERS:,} characters at most."
+                )
 
 
 def _check_combination(args: Mapping[str, Any]) -> None:
@@ -170,8 +241,8 @@ def _goals(
 def _operands(weighted: Sequence[WeightedExpression]) -> tuple[WeightedExpression, ...]:
     """Return the operands of the conjunction in normal form.
 
-    Constraints are true or false, and have strength 1. They come first, since they combine into a
-    single term.
+    Constraints are true or false: they have strength 1, and count once. They come first, since they
+    combine into a single term.
     """
     operands = [
         WeightedExpression(factor, one.strength, one.level)
@@ -180,7 +251,9 @@ def _operands(weighted: Sequence[WeightedExpression]) -> tuple[WeightedExpressio
         for one in weighted
         for factor in one.expression.normalized().factors()
     ]
-    return tuple(sorted(operands, key=_order))
+    constraints = dict.fromkeys(one for one in operands if not one.expression.names)
+    weighted_operands = [one for one in operands if one.expression.names]
+    return tuple(sorted([*constraints, *weighted_operands], key=_order))
 
 
 def _order(operand: WeightedExpression) -> tuple[bool, str, float, str]:
@@ -205,15 +278,15 @@ def _texts(args: Mapping[str, Any], key: str) -> list[str]:
     texts = _as_list(args.get(key, []))
     if key in args and not (texts and all(isinstance(text, str) and text for text in texts)):
         raise InvalidInputError(f"{key} must be a text, or a list of them.")
-    return texts
+    return list(dict.fromkeys(texts))
 
 
 def _check_contains(goals: Sequence[GoalParams]) -> None:
     contains = [goal.contains for goal in goals if goal.contains]
     require_single_constraint(len(contains))
     texts = [text for goal in contains for operand in goal for text in operand.texts]
-    size = len("".join(texts).encode("utf-8", "replace"))
-    if any(map(_has_surrogates, texts)):
+    size = _num_bytes("".join(texts))
+    if size is None:
         raise InvalidInputError(
             "A required or forbidden text has surrogates, which are no characters."
         )
@@ -224,8 +297,12 @@ def _check_contains(goals: Sequence[GoalParams]) -> None:
         )
 
 
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
+def _num_bytes(text: str) -> int | None:
+    """Return the length in UTF-8; None if the text has surrogates, which are no characters."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return None
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -235,8 +312,6 @@ def _as_list(value: Any) -> list[Any]:
 def _expression(text: Any) -> Expression:
     if not isinstance(text, str) or not text.strip():
         raise InvalidInputError("goal must be an expression such as 'nontoxic & ~formal'.")
-    if len(text) > MAX_CHARACTERS:
-        raise InvalidInputError(f"A goal has {MAX_CHARACTERS:,} characters at most.")
     expression = parse_expression(text)
     if sum(not isinstance(step, Operator) for step in expression.steps) > MAX_NAMES:
         raise InvalidInputError(f"A goal names attributes {MAX_NAMES} times at most.")
@@ -305,11 +380,12 @@ def _horizon(value: Any) -> int | None:
 
 
 def _marker(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or _has_surrogates(value):
+    size = _num_bytes(value) if isinstance(value, str) else None
+    if not size:
         raise InvalidInputError(f"{key} must be a text such as </think>, not {str(value)[:40]!r}.")
-    if len(value.encode()) > MAX_BYTES:
+    if size > MAX_BYTES:
         raise InvalidInputError(f"{key} may have {MAX_BYTES} bytes. Use a shorter text.")
-    return value
+    return str(value)
 
 
 def _window(value: Any) -> int | str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from foretrace.engines.token_bytes import TokenBytes
-    from foretrace.engines.vllm.table_cache import TableCache
+    from foretrace.engines.vllm.builder import TableBuilder
 
 PREFIX = "FORETRACE_SERVE_"
 
@@ -67,11 +67,10 @@ class Settings:
 
 
 @cache
-def open_table_cache(
-    device: "torch.device", observe: "Callable[[str, float], None]"
-) -> "TableCache":
+def open_builder(device: "torch.device", observe: "Callable[[str, float], None]") -> "TableBuilder":
     """Load the HMM onto a device and open the folders, once in each process."""
-    from foretrace.engines.vllm.table_cache import TableCache
+    from foretrace.engines.vllm.builder import TableBuilder
+    from foretrace.engines.vllm.table_store import TableStore
     from foretrace.hmm import HMM
 
     settings = Settings.from_environment()
@@ -80,13 +79,11 @@ def open_table_cache(
         raise InvalidInputError(f"There is no attribute folder {folder}. Check the spelling.")
     hmm = HMM.from_pretrained(settings.hmm).to(device)
     load = partial(_load_token_bytes, settings.tokenizer, hmm.config.tokenizer_fingerprint)
-    return TableCache(
+    return TableBuilder(
         hmm,
         folder,
-        Path(settings.tables),
+        TableStore(settings.tables, settings.disk_mb << 20),
         horizon=settings.horizon,
-        memory=settings.memory_mb << 20,
-        disk=settings.disk_mb << 20,
         load_token_bytes=load if settings.tokenizer else None,
         observe=observe,
     )

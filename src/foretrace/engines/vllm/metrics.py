@@ -13,11 +13,14 @@ STEPS_BETWEEN_PRICES = 16  # a price costs several passes over the logits
 REQUESTS = Counter("foretrace_requests", "Steered requests that began.")
 REFUSED = Counter("foretrace_refused", "Requests with a goal that were refused.")
 FAILED = Counter("foretrace_failed", "Admitted requests that could not be steered, and were ended.")
+UNMET = Counter(
+    "foretrace_unmet", "Steered texts that ended without required text, or with forbidden text."
+)
 HITS = Counter("foretrace_table_hits", "Lookahead tables found in memory.")
-MISSES = Counter("foretrace_table_misses", "Lookahead tables read from disk or built.")
+MISSES = Counter("foretrace_table_misses", "Lookahead tables read from disk.")
 BUILD = Histogram(
     "foretrace_table_build_seconds",
-    "Time to build a lookahead table.",
+    "Time to build a lookahead table, or to compile a marker.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
 )
 STEP = Histogram(

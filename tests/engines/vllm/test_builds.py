@@ -1,15 +1,25 @@
-"""Limits on what clients make the server build."""
+"""The queue of builds, its limits, and the process that builds: a real one."""
 
 import asyncio
+import shutil
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from foretrace.engines.vllm import build_queue
-from foretrace.engines.vllm.build_queue import BuildQueue, BuildResult, TooManyBuildsError
+from foretrace.engines.vllm import builds
+from foretrace.engines.vllm.builds import (
+    BuildQueue,
+    BuildResult,
+    BuildWorker,
+    TooManyBuildsError,
+)
 from foretrace.errors import InvalidInputError
+from small_server import small_server
+from tiny_lm import byte_tokenizer
 
 
 def _wait(params: dict[str, Any]) -> BuildResult:
@@ -25,20 +35,20 @@ async def _attempts(
 
 
 def test_a_client_has_a_bounded_number_of_builds_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_queue, "MAX_WAITING_PER_CLIENT", 4)
+    monkeypatch.setattr(builds, "MAX_WAITING_PER_CLIENT", 4)
 
     async def main() -> list[BaseException | None]:
         return await _attempts(BuildQueue(_wait), "greedy", 20, 0.01)
 
     refused = [error for error in asyncio.run(main()) if error is not None]
-    assert len(refused) == 20 - build_queue.MAX_WAITING_PER_CLIENT
+    assert len(refused) == 20 - builds.MAX_WAITING_PER_CLIENT
     assert all(isinstance(error, TooManyBuildsError) for error in refused)
 
 
 def test_a_client_above_its_share_waits_and_slows_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build_queue, "SAVED_SECONDS", 0.1)
+    monkeypatch.setattr(builds, "SAVED_SECONDS", 0.1)
 
     async def main() -> tuple[float, float]:
         queue, began = BuildQueue(lambda params: BuildResult(0.1)), time.monotonic()
@@ -51,12 +61,12 @@ def test_a_client_above_its_share_waits_and_slows_nobody_else(
 
     greedy, modest = asyncio.run(main())
     # The first build uses what was saved. The others cost 0.1 s each, at half of the time.
-    assert greedy >= 3 * 0.1 / build_queue.SHARE
+    assert greedy >= 3 * 0.1 / builds.SHARE
     assert modest < greedy
 
 
 def test_a_request_that_would_wait_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_queue, "monotonic", lambda: 0.0)  # no time is saved up meanwhile
+    monkeypatch.setattr(builds, "monotonic", lambda: 0.0)  # no time is saved up meanwhile
 
     async def main() -> TooManyBuildsError:
         queue = BuildQueue(lambda params: BuildResult(11.0))
@@ -76,7 +86,7 @@ def test_a_request_that_would_wait_too_long_is_refused(monkeypatch: pytest.Monke
 
 
 def test_a_build_that_was_queued_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_queue, "MAX_QUEUED", 0.05)
+    monkeypatch.setattr(builds, "MAX_QUEUED", 0.05)
 
     async def main() -> list[BaseException | None]:
         return await _attempts(BuildQueue(_wait), "client", 3, 0.1)
@@ -107,7 +117,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_all_clients_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_queue, "MAX_WAITING", 5)
+    monkeypatch.setattr(builds, "MAX_WAITING", 5)
 
     async def main() -> list[BaseException | None]:
         queue = BuildQueue(_wait)
@@ -132,7 +142,7 @@ def test_requests_for_the_same_tables_share_a_build() -> None:
     assert len(built) == 1
 
 
-def test_a_refusal_reaches_everybody_who_waits_and_costs_its_time() -> None:
+def test_a_refusal_reaches_everybody_who_waits() -> None:
     def refuse(params: dict[str, Any]) -> BuildResult:
         return BuildResult(3.0, "There is no such attribute.")
 
@@ -141,9 +151,54 @@ def test_a_refusal_reaches_everybody_who_waits_and_costs_its_time() -> None:
         calls = [queue.build("client", ["a"], {}) for _ in range(2)]
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(error) for error in errors] == [InvalidInputError] * 2
-        assert queue._account("client").balance() < build_queue.SAVED_SECONDS - 2
 
     asyncio.run(main())
+
+
+def test_a_server_that_cannot_build_is_not_the_clients_fault() -> None:
+    async def main() -> None:
+        queue = BuildQueue(lambda params: BuildResult(0.0, "No space left", failed=True))
+        with pytest.raises(OSError, match="No space left"):
+            await queue.build("client", ["a"], {})
+
+    asyncio.run(main())
+
+
+def test_a_first_burst_is_bounded_by_an_estimate() -> None:
+    """Before any build has ended: the share of ten seconds, and what may wait for it."""
+
+    async def main() -> list[BaseException | None]:
+        release = Event()
+        queue = BuildQueue(lambda params: BuildResult(float(not release.wait(5))))
+        calls = [asyncio.create_task(queue.build("one", [str(i)], {})) for i in range(512)]
+        await asyncio.sleep(0.05)
+        release.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    accepted = [error for error in asyncio.run(main()) if error is None]
+    seconds = builds.SAVED_SECONDS + builds.SHARE * builds.MAX_WAIT
+    assert len(accepted) <= seconds / builds.FIRST_ESTIMATE + 1
+
+
+def test_a_build_that_fails_costs_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "SAVED_SECONDS", 0.05)
+    monkeypatch.setattr(builds, "FIRST_ESTIMATE", 0.0)
+
+    def crash(params: dict[str, Any]) -> BuildResult:
+        time.sleep(0.2)
+        raise OSError("no answer within 120 s")
+
+    async def main() -> float:
+        queue = BuildQueue(crash)
+        with pytest.raises(OSError, match="no answer"):
+            await queue.build("client", ["a"], {})
+        began = time.monotonic()
+        with pytest.raises(OSError, match="no answer"):
+            await queue.build("client", ["b"], {})
+        return time.monotonic() - began
+
+    # It owes 0.15 s, which take 0.3 s at half of the time.
+    assert asyncio.run(main()) > 0.2 + 0.25
 
 
 def test_a_client_that_gives_up_ends_nobodys_build() -> None:
@@ -167,3 +222,49 @@ def test_a_client_that_gives_up_ends_nobodys_build() -> None:
 
     asyncio.run(main())
     assert built == [1]
+
+
+TOKENIZER = byte_tokenizer(["hello"], 257)
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Iterator[Path]:
+    """Set the environment of a server; return the folder of its tables."""
+    pytest.importorskip("prometheus_client", reason="needs the environment with vLLM in it")
+    with small_server(tmp_path, TOKENIZER):
+        yield tmp_path / "tables"
+
+
+@pytest.fixture
+def worker() -> Iterator[BuildWorker]:
+    worker = BuildWorker()
+    yield worker
+    worker.stop()
+
+
+@pytest.mark.vllm
+def test_the_process_builds_refuses_and_starts_again(tables: Path, worker: BuildWorker) -> None:
+    result = worker.build({"goal": "~a0", "after": "</t>"})
+    assert result.error is None
+    assert result.seconds > 0
+    (folder,) = tables.iterdir()
+    assert len(list(folder.iterdir())) == 2  # a table and a marker
+    refused = worker.build({"goal": "absent"})
+    assert not refused.failed
+    assert "no attribute called absent" in str(refused.error)
+    worker.stop()
+    assert worker.build({"goal": "a0"}).error is None
+    shutil.rmtree(folder)  # a disk that nothing can be written to
+    folder.write_bytes(b"")
+    failed = worker.build({"goal": "a0 & ~a0"})
+    assert failed.failed
+    assert "cannot build" in str(failed.error)
+
+
+@pytest.mark.vllm
+def test_a_process_that_cannot_start_is_an_error(
+    tables: Path, worker: BuildWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETRACE_SERVE_HMM", str(tables / "absent"))
+    with pytest.raises(OSError, match="builds tables failed"):
+        worker.build({"goal": "a0"})
