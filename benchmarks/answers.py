@@ -25,7 +25,7 @@ from foretrace.distill import Corpus
 from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.distill.sampling.transformers_source import TransformersSource
 from foretrace.hmm import HMM, inference
-from foretrace.steering.reading import READ_BACK
+from foretrace.steering.state import READ_BACK
 from harness import Report
 
 BATCH = 256

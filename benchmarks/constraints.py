@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import foretrace as ft
-from decode import EXAMPLE, HORIZON, PROMPT, Timed, random_goal
+from decode import EXAMPLE, HORIZON, PROMPT, Timed, compile_goal, random_attribute
 from foretrace.evaluate.continuations import encode_with_bos
 from foretrace.evaluate.perplexity import token_nll
 from harness import Report, options, paired
@@ -48,14 +48,17 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
     new = 12
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
-    steered = random_goal(hmm)
+    attribute = random_attribute(hmm)
     must = ft.contains(TWENTY, tokenizer)
     assert must.terms.num_states == len(TWENTY) + 1
-    automaton = ft.Goal(ft.Lookahead(hmm, must, HORIZON))
-    joined = ft.Goal(ft.Lookahead(hmm, steered.lookahead.attribute & must, HORIZON), 2.0)
+    goals = {
+        "steered": compile_goal(hmm, attribute),
+        "automaton": compile_goal(hmm, must, 1.0),
+        "both": compile_goal(hmm, attribute & must),
+    }
 
-    def generate(goals: list[ft.Goal]) -> list[float]:
-        processor = Timed(goals, prompt_mask=mask, max_new_tokens=64)
+    def generate(goal: ft.CompiledGoal | None) -> list[float]:
+        processor = Timed(goal, prompt_mask=mask, max_new_tokens=64)
         settings = {"do_sample": True, "top_k": 0, "top_p": 0.9, "pad_token_id": 0}
         settings |= {"min_new_tokens": new, "max_new_tokens": new}
         processors = LogitsProcessorList([processor])
@@ -63,9 +66,9 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
         return processor.seconds
 
     ratios = {}
-    for name, goals in (("steered", [steered]), ("automaton", [automaton]), ("both", [joined])):
-        bare, ratios[name] = paired(partial(generate, []), partial(generate, goals), pairs)
-        inside = median(sum(generate(goals)) for _ in range(3)) / bare
+    for name, goal in goals.items():
+        bare, ratios[name] = paired(partial(generate, None), partial(generate, goal), pairs)
+        inside = median(sum(generate(goal)) for _ in range(3)) / bare
         report.add(f"batch {batch}, {name}: against bare", ratios[name], "")
         report.add(f"batch {batch}, {name}: inside the processor, against bare", inside, "")
     added = ratios["both"] - ratios["steered"]
@@ -75,16 +78,18 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
 
 def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -> None:
     """Continue prompts without steering and under constraints."""
-    goal = ft.contains(MUST, tokenizer) & ~ft.contains(MUST_NOT, tokenizer)
-    lookahead = ft.Lookahead(hmm, goal, HORIZON)
+    constraint = ft.contains(MUST, tokenizer) & ~ft.contains(MUST_NOT, tokenizer)
+    compiler = ft.Compiler(hmm, HORIZON)
     prompts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     for name, scale in (("bare", None), ("steered", 1.0), ("scale 1.5", 1.5)):
         torch.manual_seed(0)
-        goals = [] if scale is None else [ft.Goal(lookahead, transform=ft.LogitAffine(scale))]
+        goal = None
+        if scale is not None:
+            goal = compiler.compile(ft.Goal(constraint, transform=ft.LogitAffine(scale)))
         texts: list[str] = []
         for first in range(0, count, 20):
             batch = prompts[first : first + 20]
-            texts += ft.generate(lm, tokenizer, batch, goal=goals, max_new_tokens=NEW, top_p=0.9)
+            texts += ft.generate(lm, tokenizer, batch, goal=goal, max_new_tokens=NEW, top_p=0.9)
         met = [MUST in text and not any(word in text for word in MUST_NOT) for text in texts]
         target = None if scale is None else 1.0
         report.add(f"{name}: share that keeps to it", fmean(met), "", at_least=target)

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 
-from foretrace import HMM, Attribute
+from foretrace import HMM, Attribute, CompiledGoal, Compiler, Goal
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
 from harness import Report, options, paired, seconds
 from inference import dense_hmm, sparse_emission
 from smollm2 import find_smollm2
@@ -70,13 +68,18 @@ class Timed(SteeringProcessor):
         return steered
 
 
-def random_goal(hmm: HMM) -> Goal:
-    """Return a goal with random weights on random tokens."""
+def random_attribute(hmm: HMM) -> Attribute:
+    """Return an attribute with random weights on random tokens."""
     weights = torch.ones(hmm.vocab_size)
     random = torch.Generator().manual_seed(0)
     chosen = torch.randperm(hmm.vocab_size, generator=random)[:ATTRIBUTE_TOKENS]
     weights[chosen] = torch.rand(ATTRIBUTE_TOKENS, generator=random)
-    return Goal(Lookahead(hmm, Attribute.from_weights(weights), HORIZON), strength=2.0)
+    return Attribute.from_weights(weights)
+
+
+def compile_goal(hmm: HMM, attribute: Attribute, strength: float = 2.0) -> CompiledGoal:
+    """Compile a goal. Nothing is kept, so that each call builds the tables."""
+    return Compiler(hmm, HORIZON).compile(Goal(attribute, strength))
 
 
 def _compare(
@@ -86,7 +89,7 @@ def _compare(
     new_tokens = 12 if quick else 20
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
-    target = random_goal(hmm)
+    target = compile_goal(hmm, random_attribute(hmm))
 
     def generate(processors: list[SteeringProcessor]) -> None:
         lm.generate(
@@ -101,7 +104,7 @@ def _compare(
             pad_token_id=0,
         )
 
-    processor = Timed([target], prompt_mask=mask, max_new_tokens=new_tokens)
+    processor = Timed(target, prompt_mask=mask, max_new_tokens=new_tokens)
     pairs = 3 if quick or goal is None else 10 if batch == 1 else 6
     bare, ratio = paired(lambda: generate([]), lambda: generate([processor]), pairs)
     starts = range(0, new_tokens * (pairs + 1), new_tokens)
@@ -113,7 +116,8 @@ def _compare(
 
 
 def _table(name: str, hmm: HMM, report: Report, *, goal: float | None) -> None:
-    (duration,) = seconds(lambda: random_goal(hmm), repeats=3)
+    attribute = random_attribute(hmm)
+    (duration,) = seconds(lambda: compile_goal(hmm, attribute), repeats=3)
     label = f"lookahead of {ATTRIBUTE_TOKENS:,} tokens, {HORIZON} ahead"
     report.add(f"{name}: {label}", duration, "s", at_most=goal)
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 
-from foretrace import HMM, AttributeStore, Goal, Lookahead
+from foretrace import HMM, AttributeStore, CompiledGoal, Compiler, Goal
 from harness import Report, options
 from smollm2 import find_gguf, find_smollm2
 
@@ -58,8 +58,8 @@ def main() -> None:
     new, pairs = (16, 3) if arguments.quick else (64, 10)
     hmm = HMM.from_pretrained(EXAMPLES / "smollm2-135m")
     attribute = AttributeStore(EXAMPLES / "attributes")["nontoxic"]
-    goals = [Goal(Lookahead(hmm, attribute, 64), level="strong")]
-    engines = dict(installed(goals, new))
+    goal = Compiler(hmm).compile(Goal(attribute, level="strong"))
+    engines = dict(installed(goal, new))
     runs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in engines}
     for turn in range(pairs + 1):
         print(f"turn {turn} of {pairs}", file=sys.stderr, flush=True)
@@ -73,21 +73,20 @@ def main() -> None:
     report.publish(arguments.json)
 
 
-def installed(goals: list[Goal], new: int) -> Iterator[tuple[str, Engine]]:
+def installed(goal: CompiledGoal, new: int) -> Iterator[tuple[str, Engine]]:
     """Yield the engines that are installed, by name."""
     if find_spec("transformers"):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=torch.float32)
-        yield "transformers generate", transformers_generate(model, goals, new)
-        yield "continuous batching", continuous_batching(model, goals, new)
+        yield "transformers generate", transformers_generate(model, goal, new)
     if find_spec("llama_cpp"):
-        yield "llama.cpp", llama_cpp(goals, new)
+        yield "llama.cpp", llama_cpp(goal, new)
     if find_spec("mlx_lm"):
-        yield "MLX-LM", mlx_lm(goals, new)
+        yield "MLX-LM", mlx_lm(goal, new)
 
 
-def transformers_generate(model: Any, goals: list[Goal], new: int) -> Engine:
+def transformers_generate(model: Any, goal: CompiledGoal, new: int) -> Engine:
     """Generate with `model.generate`."""
     from transformers import LogitsProcessorList
 
@@ -97,7 +96,7 @@ def transformers_generate(model: Any, goals: list[Goal], new: int) -> Engine:
     mask = torch.ones_like(ids)
 
     def run(steered: bool) -> Run:
-        processor = Timed(SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=new))
+        processor = Timed(SteeringProcessor(goal, prompt_mask=mask, max_new_tokens=new))
         start = perf_counter()
         model.generate(
             ids,
@@ -114,33 +113,7 @@ def transformers_generate(model: Any, goals: list[Goal], new: int) -> Engine:
     return run
 
 
-def continuous_batching(model: Any, goals: list[Goal], new: int) -> Engine:
-    """Generate with a manager of continuous batching; its start is not measured."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    from foretrace.engines.transformers.continuous import steer_requests
-
-    def run(steered: bool) -> Run:
-        config: Any = GenerationConfig(do_sample=True, max_new_tokens=new, eos_token_id=-1)
-        manager = model.init_continuous_batching(
-            config, ContinuousBatchingConfig(use_async_batching=False, use_cuda_graph=False)
-        )
-        if steered:
-            steer_requests(manager, goals[0].lookahead.hmm)
-        manager.start()
-        start = perf_counter()
-        name = manager.add_request(PROMPT, **({"goals": goals} if steered else {}))
-        answer = next(manager.request_id_iter(name))
-        seconds = perf_counter() - start
-        manager.stop(block=True)
-        if answer.error or len(answer.generated_tokens) != new:
-            raise RuntimeError(f"The request failed: {answer.error}")
-        return Run(seconds)
-
-    return run
-
-
-def llama_cpp(goals: list[Goal], new: int) -> Engine:
+def llama_cpp(goal: CompiledGoal, new: int) -> Engine:
     """Generate with `Llama.generate`."""
     from llama_cpp import LogitsProcessorList
 
@@ -151,7 +124,7 @@ def llama_cpp(goals: list[Goal], new: int) -> Engine:
     llm = load_llama(str(find_gguf()), n_ctx=256, n_threads=threads, n_threads_batch=threads)
 
     def run(steered: bool) -> Run:
-        processor = Timed(SteeringProcessor(llm, goals, max_new_tokens=new))
+        processor = Timed(SteeringProcessor(llm, goal, max_new_tokens=new))
         processors = LogitsProcessorList([processor]) if steered else None
         llm.reset()  # else it would reuse the prompt of the text before
         start = perf_counter()
@@ -164,7 +137,7 @@ def llama_cpp(goals: list[Goal], new: int) -> Engine:
     return run
 
 
-def mlx_lm(goals: list[Goal], new: int) -> Engine:
+def mlx_lm(goal: CompiledGoal, new: int) -> Engine:
     """Generate with `generate_step`."""
     import mlx.core as mx
     from mlx_lm import load
@@ -178,7 +151,7 @@ def mlx_lm(goals: list[Goal], new: int) -> Engine:
     sampler = make_sampler(temp=1.0)
 
     def run(steered: bool) -> Run:
-        processor = logits_processor(goals, max_new_tokens=new)
+        processor = logits_processor(goal, max_new_tokens=new)
         start = perf_counter()
         steps = generate_step(
             mx.array(PROMPT),

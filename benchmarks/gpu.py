@@ -16,8 +16,8 @@ import torch
 
 from fake_cuda_step import count_step
 from foretrace import HMM, Attribute
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Request, SlotSteering
+from foretrace.steering import Compiler, Goal, Request, Steering
+from foretrace.steering.batch_index import Kernels
 from harness import Report, options, seconds
 from inference import sparse_emission
 
@@ -62,23 +62,22 @@ def _add_arithmetic(report: Report, name: str, counted: Counted) -> None:
 def count(states: int, vocab: int, rows: int) -> Counted:
     """Count the operations and bytes of a step of a large batch, on a small one."""
     hmm = HMM.random(SMALL_STATES, SMALL_VOCABULARY, eos_token_id=0)
-    steering = steering_of(hmm, rows)
+    steering = steering_of(hmm, rows, "cuda")
     sizes = {SMALL_STATES: states, SMALL_VOCABULARY: vocab, SMALL_VOCABULARY + 1: vocab + 1}
-    advancing, reweighting = count_step(steering, rows, sizes)
+    advancing, reweighting, _ = count_step(steering, rows, sizes)
     operations = len(advancing.names) + len(reweighting.names)
     entries = round(DENSITY * states * vocab)
     dense, sparse = 4 * states * vocab, 8 * entries + 8 * vocab  # values, states and offsets
     return Counted(operations, advancing.nbytes + reweighting.nbytes - dense + sparse)
 
 
-def steering_of(hmm: HMM, rows: int) -> SlotSteering:
-    """Return the steering of rows that share a goal with rewards."""
+def steering_of(hmm: HMM, rows: int, device: str) -> Steering:
+    """Return the steering of rows that share a goal with rewards, computed as on a device."""
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(hmm.vocab_size, generator=generator) - 0.5
-    goal = Goal(Lookahead(hmm, Attribute.from_rewards(rewards), 3), 1.0)
-    steering = SlotSteering(hmm)
-    requests = [Request((goal,), (1,), 1 << 20)] * rows
-    steering.read_generated(list(range(rows)), requests, [[]] * rows)
+    goal = Compiler(hmm, horizon=3).compile(Goal(Attribute.from_rewards(rewards), 1.0))
+    steering = Steering(hmm, kernels=Kernels.for_device(torch.device(device)))
+    steering.start(dict.fromkeys(range(rows), Request(goal, (1,), 1 << 20)))
     return steering
 
 
@@ -88,7 +87,7 @@ def measure(states: int, vocab: int, rows: int, device: str) -> float:
     transition = torch.rand(states, states)
     transition /= transition.sum(1, keepdim=True)
     hmm = HMM(torch.full((states,), 1 / states), transition, emission).to(device)
-    steering, slots = steering_of(hmm, rows), [*range(rows)]
+    steering, slots = steering_of(hmm, rows, device), [*range(rows)]
     logits = torch.randn(rows, vocab, device=device)
     tokens = torch.randint(vocab, (rows,), device=device)
 

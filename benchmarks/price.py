@@ -104,9 +104,10 @@ def _calibrate(
     levels = calibration.calibrate(runs[0], hmm, attribute, **options)
     seconds = perf_counter() - began
     report.add(f"{attribute.name}: calibration", seconds, "s", at_most=120)
+    compiler = ft.Compiler(hmm, runs[1].max_new_tokens)
     for name, level in levels.items():
-        lookahead = ft.Lookahead(hmm, attribute**level.strength, runs[1].max_new_tokens)
-        reached = runs[1].price(ft.Goal(lookahead, 1.0)) / level.budget
+        goal = compiler.compile(ft.Goal(attribute, level.strength))
+        reached = runs[1].price(goal) / level.budget
         error = abs(reached - 1)
         report.add(f"{attribute.name}, {name}: price on other prompts / asked", reached, "")
         report.add(f"{attribute.name}, {name}: error of the price", error, "", at_most=0.15)
@@ -122,14 +123,16 @@ def _drift(
     report: Report,
 ) -> None:
     """Compare the first and the last tokens of long texts."""
-    goals = {"medium": ft.Goal(ft.Lookahead(hmm, attribute, length))}
+    medium, compiler = ft.Goal(attribute), ft.Compiler(hmm, length)
+    goals = {"medium": compiler.compile(medium)}
     if product is not None:
         transform = ft.LogitAffine(20.0, -63.0)
-        goals[PAPER] = ft.Goal(ft.Lookahead(hmm, product, 3), transform=transform)
+        goals[PAPER] = ft.Compiler(hmm, 3).compile(ft.Goal(product, transform=transform))
     torch.manual_seed(0)
     drawn = {BARE: _draw(lm, prompts, length), f"{BARE}, drawn again": _draw(lm, prompts, length)}
-    _drift_of_prices(lm, prompts, drawn[BARE], goals, report)
-    drawn |= {name: _draw(lm, prompts, length, [goal]) for name, goal in goals.items()}
+    every = compiler.compile(replace(medium, attribute=_every_occurrence(attribute)))
+    _drift_of_prices(lm, prompts, drawn[BARE], goals | {f"medium, {EVERY}": every}, report)
+    drawn |= {name: _draw(lm, prompts, length, goal) for name, goal in goals.items()}
     nats = {name: _nats_by_block(lm, prompts, rows) for name, rows in drawn.items()}
     for name, rows in drawn.items():
         report.add(f"{name}: 4-grams that occurred before in the text", _repetition(rows), "")
@@ -146,15 +149,13 @@ def _drift_of_prices(
     lm: Any,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[list[int]]],
-    goals: dict[str, ft.Goal],
+    goals: dict[str, ft.CompiledGoal],
     report: Report,
 ) -> None:
     """Compare the price of the first and the last tokens of bare texts, in retrospect.
 
-    Evidence is also scored as if a token counted at every occurrence. The entropy of the LM shows
-    how much there is to steer.
+    The entropy of the LM shows how much there is to steer.
     """
-    goals = goals | {f"medium, {EVERY}": _every_occurrence(goals["medium"])}
     first_texts = [rows[0] for rows in texts]
     scored = [
         retrospect(lm, list(goals.values()), prompt, text, END)
@@ -178,22 +179,20 @@ def _entropy(logits: Tensor) -> Tensor:
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
-def _every_occurrence(goal: ft.Goal) -> ft.Goal:
-    """Return a goal in which a token's evidence counts at every occurrence."""
-    lookahead = goal.lookahead
-    evidence = [replace(one, first_only=False) for one in lookahead.attribute.evidence]
-    attribute = replace(lookahead.attribute, evidence=tuple(evidence))
-    return ft.Goal(ft.Lookahead(lookahead.hmm, attribute, lookahead.horizon), 1.0)
+def _every_occurrence(attribute: ft.Attribute) -> ft.Attribute:
+    """Return an attribute whose rewards count at every occurrence of a token."""
+    evidence = tuple(replace(one, first_only=False) for one in attribute.evidence)
+    return replace(attribute, evidence=evidence)
 
 
 def _draw(
-    lm: Any, prompts: Sequence[Sequence[int]], length: int, goals: Sequence[ft.Goal] = ()
+    lm: Any, prompts: Sequence[Sequence[int]], length: int, goal: ft.CompiledGoal | None = None
 ) -> list[list[list[int]]]:
     """Draw COPIES texts for each prompt."""
     sampler = Sampler(lm, ends=[], max_new_tokens=length, top_p=0.9)
     drawn: list[list[list[int]]] = []
     for start in range(0, len(prompts), PROMPTS):
-        rows = sampler.draw(prompts[start : start + PROMPTS], COPIES, goals)
+        rows = sampler.draw(prompts[start : start + PROMPTS], COPIES, goal)
         drawn += [[text.tokens for text in row] for row in rows]
     return drawn
 

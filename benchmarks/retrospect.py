@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import foretrace as ft
-from foretrace.lookahead.price import prices
-from foretrace.steering import Request, SlotSteering
+from foretrace.steering import Request, Steering
 
 
 @torch.inference_mode()
@@ -22,19 +21,18 @@ def text_logits(lm: Any, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
 @torch.inference_mode()
 def retrospect(
     lm: Any,
-    goals: Sequence[ft.Goal],
+    goals: Sequence[ft.CompiledGoal],
     prompt: Sequence[int],
     text: Sequence[int],
     ends: Sequence[int],
 ) -> Tensor:
     """Return the price of steering toward each goal at every position of a text: (T, goals)."""
-    steering = SlotSteering(goals[0].lookahead.hmm)
-    requests = [Request((goal,), tuple(prompt), len(text), ends=tuple(ends)) for goal in goals]
-    slots = list(range(len(goals)))
-    steering.read_generated(slots, requests, [[]] * len(goals))
-    spent = []
+    steering, slots, spent = Steering(goals[0].hmm), list(range(len(goals))), []
+    requests = [Request(goal, tuple(prompt), len(text), stop_ids=tuple(ends)) for goal in goals]
+    steering.start(dict(enumerate(requests)))
     for token, logits in zip(text, text_logits(lm, prompt, text), strict=True):
-        bare = logits.expand(len(goals), -1)
-        spent.append(prices(bare, steering.reweight_(bare.clone(), slots)))
+        prices = steering.reweight_(logits.repeat(len(goals), 1), slots, measure=True)
+        assert prices is not None
+        spent.append(prices.nats)
         steering.advance(slots, torch.full((len(goals),), token))
     return torch.stack(spent)

@@ -14,7 +14,7 @@ wrong ones says which answers are to their question. --quick runs fewer texts, w
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from foretrace.chat import as_messages, render_chat
 from foretrace.engines.transformers import stop_tokens
 from foretrace.evaluate.continuations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import THRESHOLD, Measurement, interval, mean_score
-from foretrace.evaluate.preparation import MethodBuilder, goal_identity, lm_identity
+from foretrace.evaluate.preparation import MethodBuilder, goal_checksum, lm_identity
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import JudgePlan, Table, load_suite
 from foretrace.lookahead.levels import BUDGETS
@@ -42,7 +42,6 @@ from smollm2 import find_smollm2
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HORIZON = 64
 ROLES = "roles/rolebench.jsonl.xz"
-Goals = Mapping[str, ft.Goal]
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class Setup:
     encoder: str | None
     size: Size
 
-    def goals(self, names: Sequence[str]) -> dict[str, ft.Goal]:
+    def goals(self, names: Sequence[str]) -> dict[str, ft.CompiledGoal]:
         """Return the goals of attributes at every level."""
-        lookaheads = {name: ft.Lookahead(self.hmm, self.store[name], HORIZON) for name in names}
+        compiler = ft.Compiler(self.hmm, HORIZON)
         return {
-            f"{name}, {level}": ft.Goal(lookahead, level=level)
-            for name, lookahead in lookaheads.items()
+            f"{name}, {level}": compiler.compile(ft.Goal(self.store[name], level=level))
+            for name in names
             for level in BUDGETS
         }
 
@@ -213,18 +212,20 @@ def _train_pair_judge(setup: Setup, report: Report) -> PairJudge:
     return judge
 
 
-def _answers(setup: Setup, name: str, questions: Sequence[str], goal: ft.Goal | None) -> Pairs:
+def _answers(
+    setup: Setup, name: str, questions: Sequence[str], goal: ft.CompiledGoal | None
+) -> Pairs:
     """Answer every question in a chat; return the questions with their answers."""
     sampling = Sampling(1, setup.size.tokens)
     generator = ContinuationGenerator(setup.lm, setup.tokenizer, sampling, setup.ends, chat=True)
     settings = {
         "lm": lm_identity(setup.lm),
         "hmm": setup.hmm.checksum,
-        "goal": None if goal is None else list(goal_identity(goal)),
+        "goal": None if goal is None else goal_checksum(goal),
         "questions": list(questions),
     }
     prompts = [render_chat(setup.tokenizer, as_messages(question)) for question in questions]
-    goals = None if goal is None else [[goal]] * len(prompts)
+    goals = None if goal is None else [goal] * len(prompts)
     file = setup.folder / "side-effects" / f"{name}.jsonl"
     answers = generator.generate(prompts, Method(name, goals), file, settings)
     return [

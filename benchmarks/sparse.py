@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foretrace import HMM, Attribute, FitConfig
 from foretrace._tabular import read_rows
 from foretrace.attribute import LogitAffine, tokenize
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, PrefixTracker, Request
+from foretrace.engines.prefix_tracker import PrefixTracker
+from foretrace.steering import Compiler, Goal, Request
 from harness import Report, options
 from smollm2 import find_smollm2
 
@@ -96,11 +96,13 @@ def _steered(
     prompts: list[list[int]],
     logits: Tensor,
 ) -> Tensor:
-    goal = Goal(Lookahead(hmm, attribute), transform=LogitAffine(*transform), neutral_end=False)
-    steering = PrefixTracker(hmm)
-    requests = [Request((goal,), tuple(ids), REMAINING + 1) for ids in prompts]
-    steering.step(requests, [[] for _ in prompts])
-    return steering.reweight(logits).double().softmax(-1)
+    goal = Goal(attribute, 1.0, transform=LogitAffine(*transform), neutral_end=False)
+    compiled, tracker = Compiler(hmm).compile(goal), PrefixTracker(hmm)
+    requests = [Request(compiled, tuple(ids), REMAINING + 1) for ids in prompts]
+    tracker.step(requests, [[] for _ in prompts])
+    steered = logits.clone()
+    tracker.reweight_(steered)
+    return steered.double().softmax(-1)
 
 
 def _total_variation(one: Tensor, other: Tensor) -> tuple[float, float]:

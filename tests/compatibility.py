@@ -19,7 +19,6 @@ PAGE = TESTS.parent / "docs" / "project" / "compatibility.md"
 ENGINES = (
     "transformers generate",
     "transformers sampler",
-    "transformers continuous batching",
     "vLLM, runner V1",
     "vLLM, runner V2",
     "llama.cpp",
@@ -46,7 +45,6 @@ REASONS = {
     ("transformers sampler", "beams"): "It samples by top-p.",
     ("transformers sampler", "streaming"): "It returns finished continuations.",
     ("transformers sampler", "explain"): IN_TRANSFORMERS,
-    ("transformers continuous batching", "explain"): IN_TRANSFORMERS,
     ("vLLM, runner V1", "speculative decoding"): "Runner V1 passes no drafts to processors.",
     ("vLLM, runner V1", "explain"): IN_TRANSFORMERS,
     ("vLLM, runner V2", "explain"): IN_TRANSFORMERS,

@@ -1,12 +1,55 @@
-"""Goals with strength 1 and the paper's transform, for tests of exactness."""
+"""Compiled goals for tests, and steered logits of rows."""
 
-from foretrace.attribute import LogitAffine
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from foretrace.attribute import Attribute, LogitAffine
+from foretrace.engines.prefix_tracker import PrefixTracker
+from foretrace.hmm import HMM
+from foretrace.steering import CompiledGoal, Compiler, Goal, Marker, Request
+
+
+def compiled(
+    hmm: HMM,
+    attribute: Attribute,
+    horizon: int,
+    strength: float | None = 1.0,
+    *,
+    neutral_end: bool = True,
+    after: Marker | None = None,
+    window: int | Marker | None = None,
+) -> CompiledGoal:
+    """Compile one goal."""
+    goal = Goal(attribute, strength, neutral_end=neutral_end, after=after, window=window)
+    return Compiler(hmm, horizon).compile(goal)
 
 
 def plain_goal(
-    lookahead: Lookahead, scale: float = 1.0, shift: float = 0.0, neutral_end: bool = False
-) -> Goal:
-    """Return a goal of strength 1; end-of-text tokens are steered like others by default."""
-    return Goal(lookahead, 1.0, transform=LogitAffine(scale, shift), neutral_end=neutral_end)
+    hmm: HMM,
+    attribute: Attribute,
+    horizon: int,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    neutral_end: bool = False,
+) -> CompiledGoal:
+    """Compile a goal of strength 1; end-of-text tokens are steered like others by default."""
+    transform = LogitAffine(scale, shift)
+    goal = Goal(attribute, 1.0, transform=transform, neutral_end=neutral_end)
+    return Compiler(hmm, horizon).compile(goal)
+
+
+def reweighted(tracker: PrefixTracker, logits: Tensor) -> Tensor:
+    """Return the steered logits of the rows of the tracker's last step."""
+    steered = logits.clone()
+    tracker.reweight_(steered)
+    return steered
+
+
+def steer(
+    hmm: HMM, requests: Sequence[Request], texts: Sequence[Sequence[int]], logits: Tensor
+) -> Tensor:
+    """Return the logits of rows after texts, steered in one batch."""
+    tracker = PrefixTracker(hmm)
+    tracker.step(requests, texts)
+    return reweighted(tracker, logits)

@@ -4,14 +4,13 @@ import torch
 
 from foretrace.attribute import Attribute
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from foretrace.steering import CompiledGoal, Compiler, Goal
 
 KINDS = ("product", "rewards", "two goals", "required text")
 
 
-def goals_of(kind: str, hmm: HMM, horizon: int) -> list[Goal]:
-    """Return goals of a kind; the tokens 1 and 2 are "a" and "b"."""
+def goal_of(kind: str, hmm: HMM, horizon: int) -> CompiledGoal:
+    """Return a goal of a kind; the tokens 1 and 2 are "a" and "b"."""
     vocab = hmm.vocab_size
     first, second = torch.rand(2, vocab, generator=torch.Generator().manual_seed(0))
     text = Attribute.contains("ab", [b"", b"a", b"b", *[b""] * (vocab - 3)])
@@ -21,4 +20,4 @@ def goals_of(kind: str, hmm: HMM, horizon: int) -> list[Goal]:
         "two goals": [Attribute.from_weights(first), Attribute.from_rewards(second - 0.5)],
         "required text": [text & Attribute.from_weights(second)],
     }
-    return [Goal(Lookahead(hmm, attribute, horizon), 2.0) for attribute in attributes[kind]]
+    return Compiler(hmm, horizon).compile([Goal(one, 2.0) for one in attributes[kind]])

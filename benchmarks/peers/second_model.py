@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretrace.engines.transformers.rows import Rows
+from foretrace.engines.transformers.batch import LMBatch
 from foretrace.evaluate.plugin import Prompts
 
 
@@ -19,7 +19,7 @@ class SecondModel:
 
     def __init__(self, model: PreTrainedModel, prompts: Prompts) -> None:
         self.model, self.prompts = model, prompts
-        self.rows: Rows | None = None  # until the prompts are read
+        self.rows: LMBatch | None = None  # until the prompts are read
 
     def next_logits(self, ids: Tensor) -> Tensor:
         """Return the logits of the next token of every row: (rows, T) ids -> (rows, V) float32.
@@ -27,7 +27,7 @@ class SecondModel:
         The first call reads the prompts. Later ones read the last token of each row.
         """
         if self.rows is None:
-            self.rows = Rows(self.model, self.prompts, len(ids) // len(self.prompts))
+            self.rows = LMBatch(self.model, self.prompts, len(ids) // len(self.prompts))
         else:
             self.rows.append(ids[:, -1])
         return self.rows.logits

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
     from foretrace.lookahead import Lookahead
-    from foretrace.steering import Goal
+    from foretrace.steering import CompiledGoal, Compiler, Goal
     from foretrace.vocabulary import fingerprint
 
 __version__: str
@@ -22,6 +22,8 @@ __all__ = [
     "HMM",
     "Attribute",
     "AttributeStore",
+    "CompiledGoal",
+    "Compiler",
     "DistillConfig",
     "FitConfig",
     "ForetraceError",
@@ -50,6 +52,8 @@ _HOMES = {
     "HMMConfig": "foretrace.hmm",
     "DistillConfig": "foretrace.distill.config",
     "ForetraceError": "foretrace.errors",
+    "CompiledGoal": "foretrace.steering",
+    "Compiler": "foretrace.steering",
     "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
     "generate": "foretrace.engines.transformers",

@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step
 from foretrace.engines.mlx import logits_processor
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.hmm import HMM
-from host_goals import KINDS, goals_of
+from host_goals import KINDS, goal_of
 from tiny_lm import WORDS
 
 VOCAB, NEW = len(WORDS), 6
@@ -31,11 +31,11 @@ def model(tiny_lm: Path) -> Any:
 @pytest.mark.shows("MLX-LM", "greedy", "constraints", "several goals")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_the_reweighted_logits(model: Any, kind: str) -> None:
-    goals = goals_of(kind, HMM.random(4, VOCAB, eos_token_id=0), NEW)
+    goal = goal_of(kind, HMM.random(4, VOCAB, eos_token_id=0), NEW)
     changed = 0
     for prompt in [[token, token + 1, 5][: 1 + token % 3] for token in range(3, 23)]:
         expected = SteeringProcessor(
-            goals, prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW
+            goal, prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW
         )
         seen: list[tuple[list[int], Any]] = []
 
@@ -43,7 +43,7 @@ def test_greedy_texts_are_those_of_the_reweighted_logits(model: Any, kind: str) 
             seen.append((tokens.tolist(), np.array(logits.astype(mx.float32))))
             return logits
 
-        processors = [record, logits_processor(goals, max_new_tokens=NEW)]
+        processors = [record, logits_processor(goal, max_new_tokens=NEW)]
         steps = generate_step(mx.array(prompt), model, max_tokens=NEW, logits_processors=processors)
         for step, (token, _) in enumerate(steps):
             ids, logits = seen[step]

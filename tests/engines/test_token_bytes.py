@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import foretrace as ft
 from foretrace.engines.token_bytes import decode_vocabulary
 from foretrace.errors import InvalidInputError
+from foretrace.steering.markers import CompiledMarker
 from tiny_lm import word_tokenizer
 
 TEXT = ["It was the best of times, it was the worst of times;\n\tnaïve 漢字 12.", "(a b) ?! Yes."]
@@ -83,16 +84,13 @@ def test_markers_are_found_in_any_tokens_and_as_special_ones() -> None:
     tokenizer.add_tokens([AddedToken("</think>", special=False)])
     text = tokenizer("the </think> naïve<end>").input_ids
     for marker, last in (("</think>", "</think>"), ("<end>", "<end>"), ("naïve<e", "<end>")):
-        found = ft.marker(marker, tokenizer)
-        states = [0]
-        for token in text:
-            states.append(found.step(states[-1], token))
+        found = CompiledMarker.of(ft.marker(marker, tokenizer))
         position = text.index(tokenizer.convert_tokens_to_ids(last))
-        assert [found.is_found(state) for state in states].index(True) == position + 1
+        assert found.end_of_first(text) == position + 1
     spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "</think>"]
-    assert ft.marker("</think>", tokenizer).ends(spelled)
+    assert ft.marker("</think>", tokenizer).is_suffix_of(spelled)
     assert ft.marker("a", tokenizer) == ft.marker("a", tokenizer) != ft.marker("b", tokenizer)
-    with pytest.raises(InvalidInputError, match="none of them empty"):
+    with pytest.raises(InvalidInputError, match="text of 1 to 512 bytes"):
         ft.marker("", tokenizer)
 
 

@@ -76,11 +76,13 @@ def test_slicing_a_subset_does_not_synchronise_with_the_device() -> None:
     assert sliced.values().shape == expected.values().shape
 
 
-def test_transposing_stays_on_the_device() -> None:
+@pytest.mark.parametrize("by_product", [False, True])
+def test_transposing_stays_on_the_device(by_product: bool) -> None:
     table = torch.arange(6.0).reshape(3, 2)
-    assert torch.equal(transposed(table), table.T)
-    assert transposed(table).is_contiguous()
-    assert transposed(table.to("meta")).device.type == "meta"
+    result = transposed(table, by_product=by_product)
+    assert torch.equal(result, table.T)
+    assert result.is_contiguous()
+    assert transposed(table.to("meta"), by_product=by_product).device.type == "meta"
 
 
 def test_padded_entries_equal_the_rows() -> None:

@@ -91,7 +91,7 @@ def test_attributes_that_do_not_fit_the_hmm_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="horizon"):
         Lookahead(hmm, attributes()["one"], -1)
     always = attributes()["nothing to weigh"]
-    with pytest.raises(InvalidInputError, match="never true"):
+    with pytest.raises(InvalidInputError, match="contradict each other"):
         Lookahead(hmm, ~always, 5)
     named = HMM(hmm.initial, hmm.transition, hmm.emission, HMMConfig(tokenizer_fingerprint="a"))
     other = Attribute.from_weights(WEIGHTS[0], tokenizer_fingerprint="b")
@@ -161,26 +161,31 @@ def test_a_negative_number_of_remaining_tokens_is_refused() -> None:
         lookahead.eap([1], remaining=-1)
 
 
-def test_the_kind_of_a_lookahead_is_computed_once() -> None:
-    """Every step reads it for every row, and it depends on the signs of all coefficients."""
-    lookahead = Lookahead(tiny_hmm("dense"), attributes()["all"], HORIZON)
-    assert lookahead.kind is lookahead.kind
-    assert lookahead.kind.complement
+@pytest.mark.parametrize("name", ["one", "all", "must", "weighed and must"])
+def test_the_eap_along_a_text_counts_what_was_generated(name: str) -> None:
+    """At each position, as for all continuations of the text so far."""
+    hmm, attribute, text, limit = tiny_hmm("dense"), attributes()[name], [0, 3, 1], 4
+    lookahead = Lookahead(hmm, attribute, HORIZON)
+    found = [one.exp() for one in lookahead.log_eap_along(lookahead.predicted([2]), text, limit)]
+    assert len(found) == len(text)
+    for position, eap in enumerate(found):
+        before, later = text[:position], all_texts(limit - position)
+        whole = torch.cat([torch.tensor(before).long().expand(len(later), -1), later], 1)
+        prompt = torch.tensor([2]).expand(len(later), -1)
+        probability = path_probabilities(hmm, torch.cat([prompt, whole], 1))[1].sum(0)
+        sums = torch.zeros(2, TOKENS, dtype=torch.float64)
+        parts = torch.stack([probability * attribute.probability(whole), probability])
+        sums.index_add_(1, later[:, 0], parts)
+        torch.testing.assert_close(eap, sums[0] / sums[1])
 
 
-@pytest.mark.parametrize("name", ["one", "must"])
-def test_token_ids_may_be_non_contiguous(name: str) -> None:
-    """As columns of a batch are; torch warns of them once in a process."""
-    hmm = tiny_hmm("dense")
-    lookahead = Lookahead(hmm, attributes()[name], HORIZON)
-    tokens = torch.tensor([[0, 1], [3, 2], [1, 0]])
-    torch.set_warn_always(True)
-    try:
-        weights = lookahead.log_weights(tokens.T)
-        if lookahead.automaton is not None:
-            states = torch.zeros(2, 3, dtype=torch.long)
-            after = lookahead.automaton.step(states, tokens.T)
-            assert torch.equal(after, lookahead.automaton.step(states.T, tokens).T)
-    finally:
-        torch.set_warn_always(False)
-    assert torch.equal(weights, lookahead.log_weights(tokens).transpose(0, 1))
+def test_a_reward_counts_once_along_a_text() -> None:
+    rewards = [0.7, -0.4, 0.0, -1.1]
+    along = []
+    for first_only in (False, True):
+        attribute = Attribute.from_rewards(rewards, first_only=first_only)
+        lookahead = Lookahead(tiny_hmm("dense"), attribute, HORIZON)
+        along.append([*lookahead.log_eap_along(lookahead.predicted([1]), [0, 3, 0, 2], 6)][-1])
+    ratio = along[0] - along[1] - rewards[0]  # the second 0 is in the past
+    expected = torch.tensor([rewards[0], 0.0, 0.0, rewards[3]], dtype=torch.float64)
+    torch.testing.assert_close(ratio, expected)

@@ -13,7 +13,7 @@ from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
     from foretrace.engines.transformers.calibration import CalibratedLevel, SteeredRuns
-    from foretrace.steering import Goal
+    from foretrace.steering import CompiledGoal
 
 EPILOG = (
     "Example: foretrace calibrate my-lm --hmm my-hmm --attribute attributes/nontoxic.safetensors"
@@ -99,10 +99,10 @@ class _ShownRuns:
     def __init__(self, runs: "SteeredRuns", bars: ProgressBars) -> None:
         self.runs, self.bars, self.max_new_tokens = runs, bars, runs.max_new_tokens
 
-    def price(self, goal: "Goal") -> float:
+    def price(self, goal: "CompiledGoal") -> float:
         """Return the mean price of a goal in nats per generated token."""
-        stage, total = goal.lookahead.attribute.name, self.max_new_tokens
-        self.runs.observe = lambda done: self.bars.update(stage, done, total, "tokens")
+        stage, total = goal.name, self.max_new_tokens
+        self.runs.on_progress = lambda done: self.bars.update(stage, done, total, "tokens")
         price = self.runs.price(goal)
         self.bars.update(stage, total, total, "tokens", f"{price:.4f} nats per token")
         return price

@@ -114,18 +114,21 @@ def fidelity(
     from foretrace.evaluate.continuations import encode_with_bos
     from foretrace.evaluate.fidelity import measure_fidelity
     from foretrace.evaluate.plots import draw_fidelity
+    from foretrace.lookahead import Lookahead
 
     plotted = goal_options.parse_transform(transform)
     settings = goal_options.GoalSettings([1.0])
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     loaded = goal_options.load_goals(loaded_hmm, tokenizer, attributes, [goal], settings, 64)
+    lookahead = loaded.goal.factors[0].lookahead
+    assert isinstance(lookahead, Lookahead)
     eos_token_ids = loaded_hmm.config.eos_token_ids
     texts = read_prompts(prompts, column)[:count]
     with ProgressBars(resumes=False) as bars:
         result = measure_fidelity(
             lm,
-            loaded.goals[0].lookahead,
+            lookahead,
             encode_with_bos(tokenizer, texts, eos_token_ids[0] if eos_token_ids else None),
             ends=stop_tokens(lm.generation_config, eos_token_ids),
             rollouts=rollouts,

@@ -19,8 +19,8 @@ from foretrace.cli.loading import load_lm
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from foretrace.cli.goal_options import LoadedGoals
     from foretrace.engines.transformers.explain import Candidate, Choice
-    from foretrace.steering import Goal
 
 EPILOG = (
     "Example: foretrace explain my-lm --hmm my-hmm --goal nontoxic "
@@ -78,7 +78,6 @@ def explain(
         horizon,
         after=after,
         window=window,
-        merged=False,
     )
     if text is None:
         sampling = goal_options.sampling_options(temperature, top_p)
@@ -88,14 +87,14 @@ def explain(
         (generation,) = generator.generate([prompt], seed)
         prompt_ids, token_ids = generation.prompt_ids, generation.token_ids
     else:
-        (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals.goals)
+        (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals.goal)
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
     table = explain_tokens(
         lm,
         tokenizer,
         prompt_ids,
         token_ids,
-        goals.goals,
+        goals,
         max_new_tokens=max_new_tokens if text is None else None,
         candidates=candidates,
     )
@@ -170,7 +169,7 @@ def explain_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
-    goals: "Sequence[Goal]",
+    goals: "LoadedGoals",
     *,
     max_new_tokens: int | None,
     candidates: int,
@@ -188,13 +187,14 @@ def explain_tokens(
         lm,
         prompt_ids,
         token_ids,
-        goals,
+        goals.goals,
+        goals.compiler,
         max_new_tokens=max_new_tokens,
-        ends=stop_tokens(lm.generation_config, ()),
+        stop_ids=stop_tokens(lm.generation_config, ()),
         candidates=candidates,
     )
     pieces = split_text(lambda prefix: decode_after(tokenizer, prompt_ids, prefix), token_ids)
-    relative = (index for index, goal in enumerate(goals) if goal.lookahead.attribute.evidence)
+    relative = (index for index, goal in enumerate(goals.goals) if goal.attribute.evidence)
     return TokenTable(pieces, choices, token_text, frozenset(relative))
 
 

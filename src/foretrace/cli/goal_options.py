@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, reduce
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
     from foretrace.hmm import HMM
-    from foretrace.steering import Goal
+    from foretrace.steering import CompiledGoal, Compiler, Goal
 
 T = TypeVar("T")
 MIN_CONSTRAINT_HORIZON = 64  # tokens
@@ -179,9 +180,9 @@ def check_settings(
 
 
 def parse_strength(text: str) -> float:
-    """Parse a strength within the limits of the server."""
-    from foretrace.engines.vllm.params import MAX_STRENGTH, MIN_STRENGTH
+    """Parse a strength within its limits."""
     from foretrace.errors import InvalidInputError
+    from foretrace.steering.goal_text import MAX_STRENGTH, MIN_STRENGTH
 
     try:
         strength = float(text)
@@ -211,9 +212,13 @@ def parse_transform(text: str) -> "LogitAffine":
 
 @dataclass(frozen=True)
 class LoadedGoals:
-    """The goals to steer toward, and the attributes to judge texts by."""
+    """The goal to steer toward, and the attributes to judge texts by."""
 
+    goal: "CompiledGoal"
+    """All goals as one."""
     goals: "list[Goal]"
+    """A goal for each expression, with its strength, and one for the required texts."""
+    compiler: "Compiler"
     attributes: "list[Attribute]"
     """The attribute of each expression, and the one of required and forbidden texts."""
 
@@ -230,19 +235,12 @@ def load_goals(
     *,
     after: str | None = None,
     window: str | None = None,
-    merged: bool = True,
 ) -> LoadedGoals:
-    """Build one goal for all expressions and constraints, or one for each of them.
-
-    There is one for each if `merged` is false, and for transforms. The constraints are not
-    transformed, unless there are no expressions. A window of digits is a number of tokens.
-    """
-    from foretrace.attribute import AttributeStore, LogitAffine, parse
+    """Build the goals of expressions and constraints. A window of digits is a number of tokens."""
+    from foretrace.attribute import AttributeStore, parse
     from foretrace.engines.token_bytes import TokenBytes
-    from foretrace.engines.vllm.params import constraint
-    from foretrace.lookahead import Lookahead
-    from foretrace.steering import Goal
-    from foretrace.steering.conjunction import WeightedExpression, conjunction
+    from foretrace.steering import Compiler, Goal
+    from foretrace.steering.goal_text import describe_goals
 
     store = AttributeStore(folder, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint)
     token_bytes = cache(TokenBytes.of)  # built at most once, and only if an expression needs it
@@ -259,39 +257,39 @@ def load_goals(
         options["window"] = int(window) if is_count else token_bytes(tokenizer).marker(window)
     parsed = [parse(text) for text in expressions]
     _require_attributes(store, parsed)
-    strengths = list(settings.strengths)
-    if must_contain or must_not_contain:
-        parsed.append(constraint(must_contain or [], must_not_contain or []))
-        strengths.append(None)
+    texts: dict[str, Any] = {
+        "must_contain": must_contain or (),
+        "must_not_contain": must_not_contain or (),
+    }
+    has_texts = any(texts.values())
+    if has_texts:
         # With a short horizon, steering would push a required text to occur too early.
         horizon = max(horizon, MIN_CONSTRAINT_HORIZON)
-    attributes = [expression.build(store, contains) for expression in parsed]
-    if settings.transforms is not None:
-        transforms = [*settings.transforms, LogitAffine()][: len(attributes)]
-        goals = [
-            Goal(
-                Lookahead(hmm, attribute, horizon),
-                1.0,
-                transform=transform,
-                **options,
-            )
-            for attribute, transform in zip(attributes, transforms, strict=True)
-        ]
-        return LoadedGoals(goals, attributes)
-    weighted = [
-        WeightedExpression(expression, strength, settings.level)
-        for expression, strength in zip(parsed, strengths, strict=True)
-    ]
-    groups = [weighted] if merged else [[one] for one in weighted]
-    goals = [
-        Goal(
-            Lookahead(hmm, conjunction(group, store, contains, hmm), horizon),
-            1.0,
-            **options,
+    compiler = Compiler(hmm, horizon)
+
+    def goals_of(selected: Sequence[int], **selected_texts: Any) -> list[Goal]:
+        strengths = settings.strengths
+        # Texts are not transformed, unless there are no expressions.
+        transforms = settings.transforms if selected or not parsed else None
+        described = describe_goals(
+            [parsed[index] for index in selected],
+            strengths=[strengths[index] for index in selected],
+            level=settings.level,
+            transforms=transforms and ([transforms[index] for index in selected] or transforms),
+            **selected_texts,
         )
+        return [goal for text in described for goal in text.goals(store, contains, **options)]
+
+    groups = [goals_of([index]) for index in range(len(parsed))]
+    groups += [goals_of([], **texts)] if has_texts else []
+    separate = [
+        Goal(attribute, 1.0, transform=transform, **options)
         for group in groups
+        for attribute, transform in compiler.merge(group)
     ]
-    return LoadedGoals(goals, attributes)
+    attributes = [reduce(and_, (goal.attribute for goal in group)) for group in groups]
+    whole = compiler.compile(goals_of(range(len(parsed)), **texts))
+    return LoadedGoals(whole, separate, compiler, attributes)
 
 
 def _require_attributes(store: "AttributeStore", expressions: "Sequence[Expression]") -> None:

@@ -52,7 +52,7 @@ class LlamaGenerator:
         from foretrace.engines.prompts import encode_prompts
         from foretrace.gguf import load_llama
 
-        longest = max(map(len, encode_prompts(tokenizer, prompts, goals.goals)))
+        longest = max(map(len, encode_prompts(tokenizer, prompts, goals.goal)))
         layers = 0 if device == "cpu" else -1  # all; without effect where llama.cpp has no GPU
         llm = load_llama(file, n_ctx=longest + max_new_tokens, n_gpu_layers=layers)
         return cls(llm, tokenizer, goals, max_new_tokens, temperature, top_p)
@@ -76,13 +76,13 @@ class LlamaGenerator:
         # One for all texts: it reads the whole vocabulary of the file.
         processor = SteeringProcessor(
             self.llm,
-            self.goals.goals if steered else [],
+            self.goals.goal if steered else None,
             max_new_tokens=self.max_new_tokens,
-            ends=[*hmm_ends(self.goals.goals), *turn_ends(self.tokenizer, prompts)],
-            observe=prices.append,
+            stop_ids=[*hmm_ends(self.goals.goal), *turn_ends(self.tokenizer, prompts)],
+            on_price=prices.append,
         )
         generations = []
-        for row, prompt_ids in enumerate(encode_prompts(self.tokenizer, prompts, self.goals.goals)):
+        for row, prompt_ids in enumerate(encode_prompts(self.tokenizer, prompts, self.goals.goal)):
             prices.clear()
             text = self._generate(
                 prompt_ids,
@@ -102,7 +102,7 @@ class LlamaGenerator:
         seed: int,
         on_text: Callable[[str], None] | None,
     ) -> Generation:
-        """Generate one text; the processor adds the price of each token to `prices`."""
+        """Generate one text. The processor appends the price of each token to `prices`."""
         from foretrace.engines.llama_cpp import generate_tokens
         from foretrace.engines.prompts import decode_after
 
@@ -121,7 +121,7 @@ class LlamaGenerator:
                 report_text(decode_after(self.tokenizer, prompt_ids, token_ids), on_text)
         return Generation(
             decode_after(self.tokenizer, prompt_ids, token_ids),
-            attribute_probabilities(self.goals, prompt_ids, token_ids, processor.ends),
+            attribute_probabilities(self.goals, prompt_ids, token_ids, processor.stop_ids),
             None if prices is None else sum(prices) / len(token_ids),
             prompt_ids,
             token_ids,

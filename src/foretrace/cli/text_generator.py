@@ -57,23 +57,23 @@ class TextGenerator:
             stop_tokens,
             turn_ends,
         )
-        from foretrace.engines.transformers.padding import pad_left
+        from foretrace.engines.transformers.batch import pad_left
 
         torch.manual_seed(seed)
-        goals = self.goals.goals
-        encoded = encode_prompts(self.tokenizer, prompts, goals)
-        hmm_ends = goals[0].lookahead.hmm.config.eos_token_ids
+        goal = self.goals.goal
+        encoded = encode_prompts(self.tokenizer, prompts, goal)
+        hmm_ends = goal.hmm.config.eos_token_ids
         ends = stop_tokens(
             self.lm.generation_config, [*hmm_ends, *turn_ends(self.tokenizer, prompts)]
         )
         streamer = _TextStreamer(self.tokenizer, on_text) if on_text and len(prompts) == 1 else None
         prices: list[Tensor] = []
         processor = SteeringProcessor(
-            goals if steered else [],
+            goal if steered else None,
             prompt_mask=pad_left(encoded, 0)[1],
             max_new_tokens=self.options["max_new_tokens"],
-            ends=ends,
-            observe=prices.append,
+            stop_ids=ends,
+            on_price=prices.append,
         )
         rows = generate_tokens(
             self.lm,
@@ -101,12 +101,10 @@ def attribute_probabilities(
     goals: "LoadedGoals", prompt_ids: Sequence[int], token_ids: Sequence[int], ends: Sequence[int]
 ) -> tuple[float, ...]:
     """Return the probability of each attribute in the part of the text that goals are about."""
-    from foretrace.steering.goal import common_window
-
-    window = common_window(goals.goals).read(prompt_ids, token_ids)
-    if window.begin is None:
+    span = goals.goal.window.span(prompt_ids, token_ids)
+    if span is None:
         return ()
-    tokens = [token for token in window.select(list(token_ids)) if token not in ends]
+    tokens = [token for token in token_ids[span] if token not in ends]
     return tuple(float(one.probability([tokens])[0]) for one in goals.attributes)
 
 

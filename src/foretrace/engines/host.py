@@ -5,35 +5,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from foretrace.steering import Goal, PrefixTracker, Request
-from foretrace.steering.goal import common_hmm
-from foretrace.steering.merge_goals import merge_goals
+from foretrace.engines.prefix_tracker import PrefixTracker
+from foretrace.steering import CompiledGoal, Request
 
 
 class HostProcessor:
     """Steer one sequence after another, from its token ids and logits as numpy arrays.
 
-    The token ids of the first call are the prompt, and so are those of the first call after
-    `begin`, and of a call whose ids do not continue the prompt before.
+    A call continues a text if its token ids are the ids of the call before, with or without one
+    more token. The ids of any other call are a prompt, and so are the ids of the first call after
+    `begin`.
 
     Args:
-        goals: The goals. Several goals without a transform are one product, and have one lookahead
-            table; their windows must be the same.
+        goal: The goal; None to leave logits unchanged.
         max_new_tokens: Tokens to generate at most. The lookahead covers what remains of them.
-        ends: Tokens that end a text, in addition to the HMM's.
-        observe: Called at every step with the price of steering: the KL divergence of the steered
+        stop_ids: Tokens that end a text, in addition to the HMM's.
+        on_price: Called at every step with the price of steering: the KL divergence of the steered
             from the bare next-token distribution in nats. By default, it is not computed.
-
-    Raises:
-        InvalidInputError: The goals have different HMMs, or cannot be merged.
 
     Example:
         >>> import numpy as np
         >>> from foretrace.engines.host import HostProcessor
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
-        >>> processor = HostProcessor([goal], max_new_tokens=8)
+        >>> goal = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
+        >>> processor = HostProcessor(goal, max_new_tokens=8)
         >>> logits = np.zeros(hmm.vocab_size, dtype=np.float32)
         >>> processor(np.array([5, 6]), logits).shape == logits.shape
         True
@@ -41,17 +36,17 @@ class HostProcessor:
 
     def __init__(
         self,
-        goals: Sequence[Goal],
+        goal: CompiledGoal | None,
         *,
         max_new_tokens: int,
-        ends: Sequence[int] = (),
-        observe: Callable[[float], None] | None = None,
+        stop_ids: Sequence[int] = (),
+        on_price: Callable[[float], None] | None = None,
     ) -> None:
-        self.goals, self.max_new_tokens, self.ends = merge_goals(goals), max_new_tokens, tuple(ends)
-        self.observe = observe
-        hmm, observe_row = common_hmm(goals), None if observe is None else self._observe
-        self.tracker = None if hmm is None else PrefixTracker(hmm, observe=observe_row)
+        self.goal, self.max_new_tokens, self.stop_ids = goal, max_new_tokens, tuple(stop_ids)
+        self.on_price = on_price
+        self.tracker = None if goal is None else PrefixTracker(goal.hmm)
         self.request: Request | None = None
+        self._ids: list[int] = []  # of the last call
 
     def begin(self) -> None:
         """Begin a text: the token ids of the next call are its prompt."""
@@ -76,14 +71,12 @@ class HostProcessor:
         if self.tracker is None:
             return logits
         ids = input_ids.tolist()
-        if self.request is None or tuple(ids[: len(self.request.prompt)]) != self.request.prompt:
-            self.request = Request(self.goals, tuple(ids), self.max_new_tokens, ends=self.ends)
+        if self.request is None or self._ids not in (ids, ids[:-1]):
+            self.request = Request(self.goal, tuple(ids), self.max_new_tokens, None, self.stop_ids)
+        self._ids = ids
         self.tracker.step([self.request], [ids[len(self.request.prompt) :]])
-        steering = self.tracker.steering
-        device = steering.hmm.device
-        steered = steering.reweight_(torch.from_numpy(logits)[None].to(device), self.tracker.rows)
+        steered = torch.from_numpy(logits)[None].to(self.tracker.steering.hmm.device)
+        prices = self.tracker.reweight_(steered, measure=self.on_price is not None)
+        if self.on_price is not None and prices is not None:
+            self.on_price(float(prices.nats[0]))
         return np.asarray(steered[0].cpu().numpy())
-
-    def _observe(self, prices: Tensor, is_steered: Tensor) -> None:
-        assert self.observe is not None
-        self.observe(float(prices[0]))

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from foretrace.engines.host import HostProcessor
 from foretrace.errors import InvalidInputError
 from foretrace.gguf import GGUFTokenizer
-from foretrace.steering import Goal
-from foretrace.steering.goal import common_hmm
+from foretrace.steering import CompiledGoal
 from foretrace.vocabulary import require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -32,20 +31,19 @@ class SteeringProcessor(HostProcessor):
 
     Args:
         llm: The language model.
-        goals: The goals, as for `HostProcessor`.
+        goal: The goal; None to leave logits unchanged.
         max_new_tokens: The `max_tokens` of llama-cpp-python.
-        ends: Tokens that end a text, in addition to those of the HMM and of the GGUF file.
-        observe: As for `HostProcessor`.
+        stop_ids: Tokens that end a text, in addition to the HMM's and the GGUF file's.
+        on_price: As for `HostProcessor`.
 
     Raises:
-        InvalidInputError: The goals have different HMMs or cannot be merged, or the language model
-            has a draft model.
+        InvalidInputError: The language model has a draft model.
         TokenizerMismatchError: The HMM was made with another tokenizer.
 
     Example:
         >>> from foretrace.engines.llama_cpp import SteeringProcessor
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
-        >>> processor = SteeringProcessor(llm, [goal], max_new_tokens=8)  # doctest: +SKIP
+        >>> goal = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
+        >>> processor = SteeringProcessor(llm, goal, max_new_tokens=8)  # doctest: +SKIP
         >>> answer = llm.create_completion(
         ...     "hello", max_tokens=8, logits_processor=LogitsProcessorList([processor])
         ... )  # doctest: +SKIP
@@ -54,11 +52,11 @@ class SteeringProcessor(HostProcessor):
     def __init__(
         self,
         llm: "Llama",
-        goals: Sequence[Goal],
+        goal: CompiledGoal | None,
         *,
         max_new_tokens: int,
-        ends: Sequence[int] = (),
-        observe: Callable[[float], None] | None = None,
+        stop_ids: Sequence[int] = (),
+        on_price: Callable[[float], None] | None = None,
     ) -> None:
         if llm.draft_model is not None:
             raise InvalidInputError(
@@ -66,18 +64,18 @@ class SteeringProcessor(HostProcessor):
                 "tell processors how many of the drafted tokens precede the next one. Load it "
                 "without `draft_model`."
             )
-        tokenizer, hmm = GGUFTokenizer(llm), common_hmm(goals)
-        all_ends = [*tokenizer.end_token_ids, *ends]
-        if hmm is not None:
-            all_ends += hmm.config.eos_token_ids
+        tokenizer = GGUFTokenizer(llm)
+        all_stops = [*tokenizer.end_token_ids, *stop_ids]
+        if goal is not None:
+            all_stops += goal.hmm.config.eos_token_ids
             require_same_fingerprint(
-                "The HMM", hmm.config.tokenizer_fingerprint, tokenizer.fingerprint
+                "The HMM", goal.hmm.config.tokenizer_fingerprint, tokenizer.fingerprint
             )
         super().__init__(
-            goals,
+            goal,
             max_new_tokens=max_new_tokens,
-            ends=list(dict.fromkeys(all_ends)),
-            observe=observe,
+            stop_ids=list(dict.fromkeys(all_stops)),
+            on_price=on_price,
         )
         self.error: BaseException | None = None
         self._end = llm.token_eos()
@@ -127,7 +125,7 @@ def generate_tokens(
     Args:
         llm: The language model.
         prompt: Token ids of the prompt, at least one.
-        processor: The processor, with or without goals. Its ends end the text.
+        processor: The processor, with or without a goal. Its stop tokens end the text.
         max_new_tokens: Tokens to generate at most.
         temperature: The sampling temperature; 0 is greedy.
         top_p: The probability of the nucleus.
@@ -157,7 +155,7 @@ def generate_tokens(
     def divide(_: NDArray[np.integer], scores: NDArray[np.float32]) -> NDArray[np.float32]:
         return scores / np.float32(temperature)
 
-    processors = LogitsProcessorList([processor] if processor.goals else [])
+    processors = LogitsProcessorList([] if processor.goal is None else [processor])
     if temperature not in (0.0, 1.0):
         processors.append(divide)
     processor.begin()
@@ -177,5 +175,5 @@ def generate_tokens(
         if processor.error is not None:
             raise processor.error
         yield token
-        if token in processor.ends:
+        if token in processor.stop_ids:
             return

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretrace.engines.host import HostProcessor
-from foretrace.steering import Goal
+from foretrace.steering import CompiledGoal
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 
 def logits_processor(
-    goals: Sequence[Goal], *, max_new_tokens: int, ends: Sequence[int] = ()
+    goal: CompiledGoal, *, max_new_tokens: int, stop_ids: Sequence[int] = ()
 ) -> "Callable[[mx.array, mx.array], mx.array]":
     """Return a logits processor for one text of MLX-LM.
 
@@ -22,13 +22,13 @@ def logits_processor(
     not supported: MLX-LM does not pass the prompt to processors then.
 
     Args:
-        goals: The goals, as for `HostProcessor`.
+        goal: The goal.
         max_new_tokens: The `max_tokens` of MLX-LM.
-        ends: Tokens that end a text, in addition to the HMM's: `tokenizer.eos_token_ids`.
+        stop_ids: Tokens that end a text, in addition to the HMM's: `tokenizer.eos_token_ids`.
     """
     import mlx.core as mx
 
-    host = HostProcessor(goals, max_new_tokens=max_new_tokens, ends=ends)
+    host = HostProcessor(goal, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
 
     def process(tokens: "mx.array", logits: "mx.array") -> "mx.array":
         """Reweight the next token: ids (length,) and logits (1, V)."""

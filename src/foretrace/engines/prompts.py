@@ -5,26 +5,27 @@ from typing import TYPE_CHECKING
 
 from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.errors import InvalidInputError
-from foretrace.steering import Goal
+from foretrace.hmm import HMM
+from foretrace.steering import CompiledGoal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Goals = Sequence[Goal] | Sequence[Sequence[Goal]]
-"""Goals of every row, or a sequence of goals for each prompt."""
+Goals = CompiledGoal | Sequence[CompiledGoal | None] | None
+"""The goal of all prompts, or a goal or None for each prompt."""
 
 
 def encode_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Prompt],
-    goal: Goal | Goals | None = None,
+    goal: Goals = None,
 ) -> list[list[int]]:
     """Encode prompts. An empty text becomes the token that begins a text.
 
     Args:
         tokenizer: A tokenizer.
         prompts: A list of texts and chats.
-        goal: Goals whose HMM knows the token that begins a text.
+        goal: A goal whose HMM knows the token that begins a text.
 
     Returns:
         Token ids of each prompt, at least one.
@@ -103,11 +104,11 @@ def turn_ends(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -
     return [] if end is None else [end]
 
 
-def hmm_ends(goal: Goal | Goals | None) -> tuple[int, ...]:
+def hmm_ends(goal: Goals) -> tuple[int, ...]:
     """Return the end-of-text tokens of the goals' HMM; none without goals.
 
     Args:
-        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+        goal: The goal of all prompts, or a goal or None for each prompt.
 
     Returns:
         Token ids.
@@ -117,8 +118,26 @@ def hmm_ends(goal: Goal | Goals | None) -> tuple[int, ...]:
         >>> hmm_ends(None)
         ()
     """
-    goals = [goal] if isinstance(goal, Goal) else goal or []
-    for row in goals:
-        for first in [row] if isinstance(row, Goal) else row:
-            return first.lookahead.hmm.config.eos_token_ids
-    return ()
+    hmm = common_hmm(goal)
+    return () if hmm is None else hmm.config.eos_token_ids
+
+
+def common_hmm(goal: Goals) -> HMM | None:
+    """Return the HMM of all goals; None if there is no goal.
+
+    Args:
+        goal: The goal of all prompts, or a goal or None for each prompt.
+
+    Returns:
+        The HMM.
+
+    Raises:
+        InvalidInputError: The goals have several HMMs.
+    """
+    goals = [goal] if isinstance(goal, CompiledGoal) else goal or []
+    hmms = {id(one.hmm): one.hmm for one in goals if one is not None}
+    if len(hmms) > 1:
+        raise InvalidInputError(
+            "All goals of a batch must use the same HMM object. Compile them with one Compiler."
+        )
+    return next(iter(hmms.values()), None)

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
-from foretrace.steering.window import Marker
+from foretrace.steering.markers import Marker
 from foretrace.vocabulary import fingerprint
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def marker(text: str, tokenizer: "PreTrainedTokenizerBase") -> Marker:
 
     Example:
         >>> end_of_thought = ft.marker("</think>", tokenizer)
-        >>> end_of_thought.ends(tokenizer("<think>Hm.</think>").input_ids)
+        >>> end_of_thought.is_suffix_of(tokenizer("<think>Hm.</think>").input_ids)
         True
     """
     return TokenBytes.of(tokenizer).marker(text)

@@ -18,7 +18,7 @@ from foretrace.engines.transformers import decode_after, encode_prompts
 from foretrace.engines.transformers.sampler import Drawn, Sampler
 from foretrace.errors import InvalidFileError
 from foretrace.evaluate.plugin import NO_PLUGIN, LogitsProcessor, Plugin, Prompts
-from foretrace.steering import Goal
+from foretrace.steering import CompiledGoal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class Method:
 
     Attributes:
         name: The name of the method.
-        goals: The goals of every prompt; None for no steering.
+        goals: The goal of every prompt; None for no steering.
         prompts: The inputs of the LM, if they differ from the prompts: instructions.
         best_of: The number of candidates for each continuation.
         best_by: For each prompt, the attribute by which the best candidate is chosen.
@@ -65,13 +65,13 @@ class Method:
 
     Example:
         >>> from foretrace.evaluate.continuations import Method
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=4), strength=2.0)
-        >>> Method("steered", goals=[[goal], [goal]]).best_of
+        >>> goal = ft.Compiler(hmm, horizon=4).compile(ft.Goal(attribute, strength=2.0))
+        >>> Method("steered", goals=[goal, goal]).best_of
         1
     """
 
     name: str
-    goals: Sequence[Sequence[Goal]] | None = None
+    goals: Sequence[CompiledGoal] | None = None
     prompts: Sequence[str] | None = None
     best_of: int = 1
     best_by: Sequence[Attribute] = ()
@@ -221,7 +221,7 @@ class ContinuationGenerator:
         sampler = _PluginSampler(
             plugin.model or self.lm, self.ends, sampling.max_new_tokens, sampling.top_p, plugin
         )
-        goals = [] if method.goals is None else [method.goals[index] for index in indices]
+        goals = None if method.goals is None else [method.goals[index] for index in indices]
         with plugin.active():
             start = perf_counter()
             drawn = sampler.draw(encoded, sampling.continuations * method.best_of, goals)

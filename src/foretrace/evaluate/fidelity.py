@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foretrace.engines.transformers.padding import model_inputs, pad_left
+from foretrace.engines.transformers.batch import model_inputs, pad_left
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.metrics import rank_correlation
 from foretrace.hmm import HMM, inference
 from foretrace.lookahead import Lookahead
-from foretrace.steering.reading import predict_after
+from foretrace.lookahead.kernels import EapKind
+from foretrace.steering.state import predict_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +175,7 @@ def measure_fidelity(
         >>> list(fidelity.summary()["across prefixes"])
         [2, 10, 3]
     """
-    if lookahead.automaton is not None or lookahead.attribute.evidence:
+    if lookahead.has_constraint or lookahead.attribute.evidence:
         raise InvalidInputError(
             f"Fidelity is defined for attributes with weights, but '{lookahead.attribute.name}' is "
             f"evidence or a text that must occur. Fit it with objective cross-entropy."
@@ -231,7 +232,7 @@ def _compare_within(
         lookahead.hmm.emission, predicted.expand(len(firsts), -1), tokens
     ).belief
     coefficients = lookahead.terms.coefficients
-    first_weights = lookahead.log_weights(tokens).cpu().exp()  # (n, K)
+    first_weights = lookahead.terms.weights(tokens.cpu()).T  # (n, K)
     products = belief @ _expected_products(lookahead, min(WINDOWS[-1], lookahead.horizon)).T
     eap = (first_weights * products.double().cpu()) @ coefficients
     fidelity.eap += eap.clamp(0, 1).tolist()
@@ -289,7 +290,7 @@ def calibration(expected: Sequence[float], observed: Sequence[float]) -> list[di
 def _predict_state(hmm: HMM, prefix: Sequence[int]) -> torch.Tensor:
     """Compute the distribution of the HMM's state after a prefix: (1, h)."""
     length, tokens = torch.tensor([len(prefix)]), torch.tensor([prefix], dtype=torch.long)
-    return predict_after(hmm, tokens, length, length)
+    return predict_after(hmm, tokens, length)
 
 
 def _emitted_weight(lookahead: Lookahead) -> torch.Tensor:
@@ -313,11 +314,11 @@ def _expected_probability(
 
 
 def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
-    """Return the expected products of weights; a signed table holds their complement: (K, h)."""
-    table = lookahead.table_for(ahead)
-    if lookahead.kind.complement:
+    """Return the expected products of weights: (K, h)."""
+    table, log_scale = (part[ahead, :, 0] for part in lookahead.tables)
+    if lookahead.kind == EapKind.ONE_MINUS:
         return 1 - table
-    return table * lookahead.log_scale_for(ahead).exp().to(table)[:, None]
+    return table * log_scale.exp().to(table)[:, None]
 
 
 @torch.inference_mode()

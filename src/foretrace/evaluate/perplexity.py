@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretrace.engines.transformers.padding import model_inputs, pad_left
+from foretrace.engines.transformers.batch import model_inputs, pad_left
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from foretrace import _io
 from foretrace.attribute import (
     Attribute,
@@ -24,10 +22,9 @@ from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.continuations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
 from foretrace.lookahead.levels import DEFAULT_LEVEL
-from foretrace.steering import Goal
-from foretrace.steering.conjunction import WeightedExpression, conjunction
+from foretrace.steering import CompiledGoal, Compiler, Goal
+from foretrace.steering.goal_text import describe_goals
 from foretrace.vocabulary import tokenizer_settings
 
 if TYPE_CHECKING:
@@ -47,26 +44,12 @@ def fill_template(template: str, row: Row) -> str:
         ) from error
 
 
-def attribute_identity(attribute: Attribute) -> str:
-    """Return a checksum of an attribute's tensors."""
-    terms = attribute.terms
-    tensors = [terms.coefficients, terms.tokens, terms.log_weights]
-    for evidence in attribute.evidence:
-        settings = torch.tensor([evidence.bias, evidence.first_only], dtype=torch.float64)
-        tensors += [settings, evidence.tokens, evidence.rewards]
-    return _io.checksums(tensors)
-
-
-def goal_identity(goal: Goal) -> tuple[str | float, ...]:
-    """Return a checksum of a goal's attribute, to the power of its strength, and its settings."""
-    transform = goal.transform
-    return (
-        attribute_identity(goal.lookahead.attribute),
-        goal.lookahead.horizon,
-        goal.neutral_end,
-        transform.scale,
-        transform.shift,
-    )
+def goal_checksum(goal: CompiledGoal) -> list[str | float]:
+    """Return what identifies a goal: its tables, its transforms, and whether ends are neutral."""
+    parts: list[str | float] = [goal.neutral_end]
+    for factor in goal.factors:
+        parts += [factor.key, factor.transform.scale, factor.transform.shift]
+    return parts
 
 
 def fit_attributes(
@@ -162,7 +145,7 @@ class MethodBuilder:
     other_hmms: Mapping[str, HMM] = field(default_factory=dict)
     """The HMMs that methods name."""
     _attributes: dict[str, Attribute] = field(default_factory=dict)
-    _goals: dict[Any, tuple[Goal, ...]] = field(default_factory=dict)
+    _goals: dict[Any, CompiledGoal] = field(default_factory=dict)
 
     def with_prompts(self, prompts: Sequence[Row], text_column: str) -> "MethodBuilder":
         """Return a builder of the same methods for other prompts."""
@@ -179,8 +162,8 @@ class MethodBuilder:
         best_by = [self.attribute(plan.best_by, row) for row in self.prompts if plan.best_by]
         return Method(name, goals, inputs, plan.best_of, best_by)
 
-    def goals(self, plan: MethodPlan, factor: float = 1.0) -> list[tuple[Goal, ...]]:
-        """Build the goals of every prompt; strengths are multiplied by a factor."""
+    def goals(self, plan: MethodPlan, factor: float = 1.0) -> list[CompiledGoal]:
+        """Build the goal of every prompt; strengths are multiplied by a factor."""
         goals = []
         for row in self.prompts:
             expressions = tuple(fill_template(goal, row) for goal in plan.goals)
@@ -219,24 +202,25 @@ class MethodBuilder:
 
     def _build_goals(
         self, expressions: Sequence[str], plan: MethodPlan, factor: float
-    ) -> tuple[Goal, ...]:
-        """Build one goal for the conjunction of the expressions, or one for each transform."""
-        hmm = self.hmm_of(plan)
+    ) -> CompiledGoal:
+        """Compile the conjunction of the expressions, or a goal for each transform."""
+        compiler = Compiler(self.hmm_of(plan), plan.horizon, memory=0)
+        parsed = [parse(expression) for expression in expressions]
         if plan.transform is not None:
-            return tuple(
+            transforms = [LogitAffine(*transform) for transform in plan.transform]
+            texts = describe_goals(parsed, transforms=transforms)
+        else:
+            level = plan.level or DEFAULT_LEVEL
+            texts = describe_goals(parsed, strengths=plan.strength, level=level)
+        goals = [one for text in texts for one in text.goals(self.store)]
+        return compiler.compile(
+            [
                 Goal(
-                    Lookahead(hmm, self._attribute(expression), plan.horizon),
-                    strength=1.0,
-                    transform=LogitAffine(*transform),
+                    attribute,
+                    factor if transform.is_identity else 1.0,
+                    transform=transform,
                     neutral_end=plan.neutral_end,
                 )
-                for expression, transform in zip(expressions, plan.transform, strict=True)
-            )
-        strengths = plan.strength or (None,) * len(expressions)
-        weighted = [
-            WeightedExpression(parse(expression), strength, plan.level or DEFAULT_LEVEL)
-            for expression, strength in zip(expressions, strengths, strict=True)
-        ]
-        attribute = conjunction(weighted, self.store, None, hmm)
-        lookahead = Lookahead(hmm, attribute, plan.horizon)
-        return (Goal(lookahead, strength=factor, neutral_end=plan.neutral_end),)
+                for attribute, transform in compiler.merge(goals)
+            ]
+        )

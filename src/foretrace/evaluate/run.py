@@ -31,9 +31,8 @@ from foretrace.evaluate.perplexity import token_nll
 from foretrace.evaluate.plugin import NO_PLUGIN, Plugin, load_plugin
 from foretrace.evaluate.preparation import (
     MethodBuilder,
-    attribute_identity,
     fit_attributes,
-    goal_identity,
+    goal_checksum,
     lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
@@ -270,8 +269,8 @@ def _method_inputs(
     method: Method, hmm: str, prompts: Sequence[str], plugin: Sequence[Any]
 ) -> dict[str, Any]:
     """Return checksums of everything that a method's texts depend on, apart from sampling."""
-    goals = [[goal_identity(goal) for goal in prompt_goals] for prompt_goals in method.goals or []]
-    best_by = [attribute_identity(attribute) for attribute in method.best_by]
+    goals = [goal_checksum(goal) for goal in method.goals or []]
+    best_by = [attribute.checksum for attribute in method.best_by]
     inputs = [goals, method.prompts or prompts, method.best_of, best_by, *plugin]
     content = json.dumps(inputs, ensure_ascii=False).encode("utf-8", "surrogatepass")
     # Unsteered texts do not depend on the HMM, and are kept when it changes.

@@ -16,7 +16,6 @@ from foretrace.evaluate.metrics import rank_correlation
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     Row,
-    attribute_identity,
     fill_template,
     rows_identity,
     to_score,
@@ -110,7 +109,7 @@ class Scorer:
         plan = self.plan
         if plan.attribute is not None:
             attribute = self.builder.attribute(plan.attribute, row)
-            name = f"attribute {attribute_identity(attribute)}"
+            name = f"attribute {attribute.checksum}"
             return Judge(name, self._attribute_scorer(attribute))
         if plan.source == "perspective":
             return perspective_judge(key or "TOXICITY")

@@ -17,15 +17,14 @@ from foretrace.evaluate.continuations import ContinuationGenerator
 from foretrace.evaluate.preparation import (
     MethodBuilder,
     Row,
-    attribute_identity,
     fill_template,
-    goal_identity,
+    goal_checksum,
     rows_identity,
 )
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
-from foretrace.lookahead import Lookahead
-from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
-from foretrace.steering import Goal
+from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.steering import CompiledGoal, Compiler, Goal
+from foretrace.steering.compiler import hmm_strength
 
 NUM_PROMPTS, COPIES = 32, 4
 TOKENS = 128  # of the copies of a prompt together: long texts need fewer copies
@@ -234,13 +233,11 @@ class StrengthSearch:
     ) -> dict[str, float]:
         """Find the strengths of levels, shared by the attributes of a plan."""
         chosen = [self._attribute_of(name, plan, attributes, row) for row in self.builder.prompts]
-        identity = rows_identity(
-            [{key: attribute_identity(one)} for key, one in attributes.items()]
-        )
+        identity = rows_identity([{key: one.checksum} for key, one in attributes.items()])
 
         def price(strength: float) -> float:
             goals = {
-                attribute.name: [self._goal(attribute, strength)]
+                attribute.name: self._goal(attribute, strength)
                 for attribute in {one.name: one for one in chosen}.values()
             }
             return self.runs.price([goals[attribute.name] for attribute in chosen])
@@ -265,10 +262,11 @@ class StrengthSearch:
             )
         return attributes[key]
 
-    def _goal(self, attribute: Attribute, strength: float) -> Goal:
+    def _goal(self, attribute: Attribute, strength: float) -> CompiledGoal:
         # As far as methods look ahead by default; farther is slower, and no method would use it.
         horizon = min(MethodPlan.horizon, self.runs.max_new_tokens)
-        return Goal(Lookahead(self.builder.hmm, attribute**strength, horizon), strength=1.0)
+        compiler = Compiler(self.builder.hmm, horizon, memory=0)
+        return compiler.compile(Goal(attribute, strength))
 
     def _price(self, plan: MethodPlan, factor: float = 1.0) -> float:
         return self.runs.price(self.builder.goals(plan, factor))
@@ -276,7 +274,7 @@ class StrengthSearch:
     def _key(self, plan: MethodPlan) -> str:
         """Return a checksum of a method's goals on the calibration prompts, and of its HMM."""
         goals = self.builder.goals(plan)
-        key = rows_identity([{"goals": [goal_identity(one) for one in row]} for row in goals])
+        key = rows_identity([{"goals": goal_checksum(goal)} for goal in goals])
         return key if plan.hmm is None else f"{key} {self.builder.hmm_of(plan).checksum}"
 
     def _used_levels(self, methods: Iterable[str], prompts: Sequence[Row]) -> dict[str, set[str]]:

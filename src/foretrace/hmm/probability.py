@@ -12,7 +12,6 @@ from torch import Tensor
 from foretrace.errors import InvalidModelError
 
 TABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-CACHED_ELEMENTS = 1 << 18  # elements that fit a CPU's caches, with temporary copies of them
 FEW_ROWS = 64  # up to this many, `transposed` uses a matrix product
 RARE_END = 1e-3  # of the last state's emission, for each end of texts after the first
 CHUNK_ELEMENTS = 1 << 20  # elements of a table to process at once: 4 MB of float32
@@ -131,25 +130,16 @@ def blocks_of(total: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, total))
 
 
-def row_blocks(table: Tensor) -> list[slice]:
-    """Split the rows of a table that many operations read, so that a block fits a CPU's caches."""
-    rows = len(table)
-    size = max(1, CACHED_ELEMENTS // table.shape[1])
-    return [slice(0, rows)] if table.device.type != "cpu" else list(blocks_of(rows, size))
-
-
-def transposed(table: Tensor) -> Tensor:
+def transposed(table: Tensor, *, by_product: bool) -> Tensor:
     """Transpose (V, n) to a contiguous (n, V), which sorting and softmax read row by row.
 
     On CPUs, for few rows, a product with the identity matrix is three times as fast as a copy. For
     more, torch transposes contiguous tables alone in blocks that fit the caches.
     """
     rows = table.shape[1]
-    if table.device.type != "cpu":
-        return table.T.contiguous()
-    if rows > FEW_ROWS:
-        return table.contiguous().T.contiguous()
-    return torch.eye(rows, dtype=table.dtype) @ table.T
+    if by_product and rows <= FEW_ROWS:
+        return torch.eye(rows, dtype=table.dtype, device=table.device) @ table.T
+    return table.contiguous().T.contiguous()
 
 
 def emit_only_ends_(emission: Tensor, ends: Sequence[int]) -> Tensor:

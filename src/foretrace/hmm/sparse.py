@@ -207,7 +207,8 @@ class SparseEmission:
         if len(flat) == 1 and VECTOR_PRODUCTS:  # twice as fast as a one-column matrix
             entries = torch.mv(self._matrix, scaled[0])[None]
         else:
-            entries = transposed(self._matrix @ scaled.T)
+            product = self._matrix @ scaled.T
+            entries = transposed(product, by_product=product.device.type == "cpu")
         probabilities = entries.addr_(flat @ self.leak, self.background)
         return probabilities.to(belief.dtype).reshape(*belief.shape[:-1], self.vocab_size)
 

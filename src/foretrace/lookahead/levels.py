@@ -4,21 +4,8 @@ The price of steering is the KL divergence of the steered from the bare next-tok
 increases with the strength. A level is the strength whose mean price is the level's budget.
 """
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import lru_cache
 from math import exp, log
-
-import torch
-
-from foretrace.attribute import Attribute
-from foretrace.errors import InvalidInputError
-from foretrace.hmm import HMM, inference
-from foretrace.lookahead.lookahead import Lookahead
-from foretrace.lookahead.price import prices
-
-logger = logging.getLogger(__name__)
 
 BUDGETS: Mapping[str, float] = {"mild": 0.02, "medium": 0.06, "strong": 0.15}  # nats per token
 DEFAULT_LEVEL = "medium"
@@ -27,8 +14,8 @@ START = 2.0  # the first strength to try
 TOLERANCE = 0.05  # of the price, relative
 MAX_EVALUATIONS = 10  # per level; four in the mean
 MAX_FACTOR = 8.0  # between two strengths that are tried one after the other
-# Slopes are of the logarithm of the strength by that of the price. For weak steering, the price is
-# proportional to the square of the strength.
+# A slope is the change of log(strength) over the change of log(price). For weak steering, the price
+# is proportional to the square of the strength, so that the slope is 1/2.
 PRIOR_SLOPE, PRIOR_WEIGHT, FLAT_SLOPE = 0.5, 0.1, 2.0
 MIN_DISTANCE = 0.4  # of two strengths, as a logarithm, for a slope
 MIN_BRACKET = 0.01  # relative: within it, prices differ by noise
@@ -106,96 +93,3 @@ def _next_strength(known: Mapping[float, float], budget: float, start: float) ->
         size = max(size, distance)
     strength = nearest * exp(direction * min(size, log(MAX_FACTOR)))
     return min(max(strength, MIN_STRENGTH), MAX_STRENGTH)
-
-
-def at_level(attribute: Attribute, level: str, hmm: HMM) -> Attribute:
-    """Return the power of an attribute that a level stands for.
-
-    If the attribute was not calibrated, calibrate it with the HMM alone, and log a warning. This
-    takes seconds. Attributes without powers and constraints are returned as they are.
-
-    Args:
-        attribute: The attribute.
-        level: The name of a level.
-        hmm: The HMM to calibrate with.
-
-    Returns:
-        The power.
-
-    Raises:
-        InvalidInputError: If there is no such level.
-    """
-    return attribute ** strength_of(attribute, level, hmm)
-
-
-def strength_of(attribute: Attribute, level: str, hmm: HMM) -> float:
-    """Return the strength of a level; 1 for attributes without powers and for constraints."""
-    levels = attribute.config.levels
-    if level not in BUDGETS and level not in levels:
-        raise InvalidInputError(
-            f"There is no level '{level}'. Choose one of {', '.join({**BUDGETS, **levels})}."
-        )
-    if not (attribute.has_power and attribute.has_weights):
-        return 1.0
-    if level in levels:
-        return levels[level]
-    strength = hmm_strength(hmm, attribute, BUDGETS[level])
-    logger.warning(
-        "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM alone. "
-        "`foretrace calibrate` measures it with the language model.",
-        attribute.name,
-        strength,
-        level,
-        extra={"attribute": attribute.name},
-    )
-    return strength
-
-
-@lru_cache(256)
-def hmm_strength(hmm: HMM, attribute: Attribute, budget: float) -> float:
-    """Find the strength of a budget for texts that the HMM itself generates.
-
-    The price of a constraint does not depend on the strength, so that constraints are left out.
-    """
-    graded = replace(attribute, terms=replace(attribute.terms, automaton=None))
-    return find_strength(lambda strength: hmm_price(hmm, graded, strength), budget, {})
-
-
-PROMPT_TOKENS, TEXT_TOKENS, TEXTS = 8, 16, 16  # of the HMM's texts
-
-
-@torch.inference_mode()
-def hmm_price(hmm: HMM, attribute: Attribute, strength: float) -> float:
-    """Return the mean price per token of steering texts that the HMM generates.
-
-    Args:
-        hmm: The HMM, which takes the place of the language model.
-        attribute: An attribute without a constraint.
-        strength: The strength of steering toward it.
-
-    Returns:
-        Nats per token.
-    """
-    lookahead = Lookahead(hmm, attribute**strength, TEXT_TOKENS)
-    generator = torch.Generator(hmm.device).manual_seed(0)
-    prompts = hmm.sample(TEXTS, PROMPT_TOKENS, seed=0)
-    ends = torch.tensor(hmm.config.eos_token_ids, dtype=torch.long, device=hmm.device)
-    has_ended = torch.isin(prompts, ends).any(1)
-    *_, last = inference.scan(hmm, prompts)
-    predicted, total, count = last.predicted, 0.0, 0
-    for remaining in reversed(range(TEXT_TOKENS)):
-        weighted = predicted * lookahead.table_for(remaining)
-        probability = hmm.emission.predict(predicted).clamp_min_(inference.IMPOSSIBLE)
-        joint = hmm.emission.predict(weighted).clamp_min_(inference.IMPOSSIBLE)
-        bare, steered = probability.log(), joint.log_().add_(lookahead.token_weights)
-        # Ends are neutral, as they are by default: they keep their probability.
-        steered[:, ends] = -torch.inf
-        rest = 1 - probability[:, ends].sum(1, keepdim=True)
-        steered = steered.log_softmax(-1).add_(rest.clamp_min(inference.IMPOSSIBLE).log_())
-        steered[:, ends] = bare[:, ends]
-        total += float(prices(bare, steered)[~has_ended].sum())
-        count += int((~has_ended).sum())
-        tokens = torch.multinomial(steered.softmax(-1), 1, generator=generator)[:, 0]
-        has_ended |= torch.isin(tokens, ends)
-        predicted = inference.step(hmm, predicted, tokens).predicted
-    return total / max(1, count)

@@ -1,8 +1,7 @@
 """The lookahead of an attribute: backward tables, and the EAP of next tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,12 +11,16 @@ from torch import Tensor
 from foretrace.attribute import Attribute
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.terms import Terms
-from foretrace.attribute.token_ids import find_sorted
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.lookahead.device_automaton import DeviceAutomaton
-from foretrace.lookahead.eap import EapKind, NextTokenJoint, TermWeights, compute_eap
-from foretrace.lookahead.tables import Tables, build_tables, stores_complement
+from foretrace.lookahead.kernels import (
+    EapKind,
+    GoalGroup,
+    expected_weight_,
+    log_eap_,
+    scale_terms,
+)
+from foretrace.lookahead.tables import Tables, build_tables
 from foretrace.vocabulary import require_same_fingerprint
 
 MIN_LOG_WEIGHT = -1e4  # stands for log 0, in the range of float16
@@ -44,36 +47,24 @@ class Lookahead:
         horizon: The largest number of tokens after the next one that are taken into account.
         terms: The attribute's terms, with end-of-text tokens at weight 1. Evidence is included: its
             rewards are log-weights.
-        coefficients: The terms' coefficients, (K,) float64, on the HMM's device.
-        tokens: The tokens with a weight other than 1, (M,), increasing.
-        token_weights: The weights of all tokens, (K, V): their logarithms if `kind.logarithmic`, 1
-            minus the weight if `kind.complement`.
-        once_rewards: The rewards that count once per text, of all tokens, (V,); None if there are
-            none. The log-weights of a token that was generated before are less by its reward.
-        automaton: The attribute's automaton on the HMM's device; None if it has none.
+        first_only: The rewards that count once per text, of all tokens, (V,) float64; None if there
+            are none. The log-weight of a token that was generated before is less by its reward.
         kind: How the EAP is computed.
-        min_tokens: The fewest tokens that can satisfy the automaton; 0 if there is none.
+        tables: The backward tables.
 
     Example:
         >>> lookahead = ft.Lookahead(hmm, attribute, horizon=8)
         >>> lookahead.horizon
         8
-        >>> goal = ft.Goal(lookahead, strength=2.0)
     """
 
     hmm: HMM
     attribute: Attribute
     horizon: int
     terms: Terms
-    coefficients: Tensor
-    tokens: Tensor
-    token_weights: Tensor
-    once_rewards: Tensor | None
-    automaton: DeviceAutomaton | None
+    first_only: Tensor | None
     kind: EapKind
-    min_tokens: int
-    _log_weights: Tensor  # (M, K) float64
-    _by_strength: dict[float, "Lookahead"]
+    tables: Tables
 
     def __init__(
         self,
@@ -83,7 +74,7 @@ class Lookahead:
         *,
         tables: Tables | None = None,
     ) -> None:
-        """Check the attribute. The tables are built when they are first used.
+        """Check the attribute, and build its tables.
 
         Args:
             hmm: The HMM of the language model.
@@ -97,98 +88,51 @@ class Lookahead:
                 the HMM's vocabulary, or if its probability is 0 for every sequence.
             TokenizerMismatchError: If HMM and attribute belong to different tokenizers.
         """
-        terms, once = _checked_terms(hmm, attribute, horizon)
-        tokens = terms.tokens.to(hmm.device, torch.long)
-        log_weights = terms.log_weights.double()
-        kind = EapKind(len(terms), stores_complement(terms))
-        weighted = terms.automaton
-        automaton = None if weighted is None else DeviceAutomaton.from_weighted(weighted, hmm)
+        terms, first_only = _checked_terms(hmm, attribute, horizon)
         fields: dict[str, object] = {
             "hmm": hmm,
             "attribute": attribute,
             "horizon": horizon,
             "terms": terms,
-            "coefficients": terms.coefficients.to(hmm.device),
-            "tokens": tokens,
-            "token_weights": _token_weights(hmm, terms, kind),
-            "once_rewards": None if once is None else once.to(hmm.initial),
-            "automaton": automaton,
-            "kind": kind,
-            "_log_weights": log_weights.T.contiguous().to(hmm.device),
-            "min_tokens": 0 if automaton is None else int(automaton.min_tokens[0]),
-            "_by_strength": {},
+            "first_only": first_only,
+            "kind": EapKind.of(terms),
+            "tables": build_tables(hmm, terms, horizon) if tables is None else tables,
         }
-        if tables is not None:
-            fields["tables"] = Tables(*(tensor.to(hmm.device) for tensor in tables))
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-
-    @cached_property
-    def tables(self) -> Tables:
-        """The backward tables."""
-        return build_tables(self.hmm, self.terms, self.horizon)
 
     def __repr__(self) -> str:
         return f"Lookahead({self.attribute.name}, {len(self.terms)} terms, {self.horizon} tokens)"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Lookahead":
+        """Return the lookahead itself: it does not change, and its tables are large."""
+        return self
+
     @property
     def nbytes(self) -> int:
-        """The size in bytes, without the HMM."""
-        tensors = [*self.tables, self.token_weights, self.tokens, self._log_weights]
-        if self.once_rewards is not None:
-            tensors.append(self.once_rewards)
-        automaton = 0 if self.automaton is None else self.automaton.nbytes
-        return automaton + sum(tensor.nbytes for tensor in tensors)
+        """The size of the tables in bytes."""
+        return self.tables.nbytes
 
-    def at_strength(self, strength: float) -> "Lookahead":
-        """Return the lookahead of the attribute's power, `attribute ** strength`.
+    @property
+    def num_terms(self) -> int:
+        """The number of terms, K."""
+        return len(self.terms)
 
-        Every strength has its own tables. They are built once, and kept as long as this object.
+    @property
+    def has_constraint(self) -> bool:
+        """Whether the attribute has an automaton: texts that must or must not occur."""
+        return self.terms.automaton is not None
 
-        Args:
-            strength: The exponent; 1 returns this object.
+    @property
+    def has_first_only(self) -> bool:
+        """Whether there are rewards that count once per text."""
+        return self.first_only is not None
 
-        Returns:
-            The lookahead.
-
-        Raises:
-            InvalidInputError: If the strength is not above 0, or the attribute has no powers.
-
-        Example:
-            >>> lookahead = ft.Lookahead(hmm, attribute, horizon=8)
-            >>> lookahead.at_strength(4.0).attribute.name
-            'nontoxic ** 4'
-        """
-        if strength == 1:
-            return self
-        if strength not in self._by_strength:
-            powered = Lookahead(self.hmm, self.attribute**strength, self.horizon)
-            self._by_strength[strength] = powered
-        return self._by_strength[strength]
-
-    def table_for(self, remaining: int, states: Tensor | int = 0) -> Tensor:
-        """Return the table values for a number of tokens to come.
-
-        Args:
-            remaining: The number of tokens after the next one; at most the horizon is used.
-            states: Automaton states, (D,), or one of them.
-
-        Returns:
-            Values of shape (K, D, h), or (K, h) for one state.
-        """
-        return self.tables.values[min(remaining, self.horizon)][:, states]
-
-    def log_scale_for(self, remaining: int, states: Tensor | int = 0) -> Tensor:
-        """Return the log-scales of the values that `table_for` returns.
-
-        Args:
-            remaining: The number of tokens after the next one; at most the horizon is used.
-            states: Automaton states, (D,), or one of them.
-
-        Returns:
-            float64 of shape (K, D), or (K,) for one state.
-        """
-        return self.tables.log_scales[min(remaining, self.horizon)][:, states]
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens that satisfy the automaton; 0 if there is none."""
+        automaton = self.terms.automaton
+        return 0 if automaton is None else int(automaton.min_tokens(self.hmm.vocab_size)[0])
 
     @property
     def requires_text(self) -> bool:
@@ -196,34 +140,19 @@ class Lookahead:
         automaton = self.terms.automaton
         return automaton is not None and automaton.requires_text(self.hmm.vocab_size)
 
-    def require_feasible(self, max_tokens: int) -> None:
-        """Check that a sequence of `max_tokens` generated tokens can satisfy the automaton.
-
-        Args:
-            max_tokens: The largest number of tokens to generate, or that a goal is about.
-
-        Raises:
-            InvalidInputError: If the constraint needs more tokens.
-        """
-        if self.min_tokens > max_tokens:
-            raise InvalidInputError(
-                f"'{self.attribute.name}' takes {self.min_tokens} tokens at least, but at most "
-                f"{max_tokens} may be generated. Raise the limit, or the goal's window."
-            )
-
-    def log_weights(self, tokens: Tensor) -> Tensor:
-        """Return the log-weights of tokens for every term.
-
-        Args:
-            tokens: Token ids of any shape, on the HMM's device.
-
-        Returns:
-            float64 of shape (*tokens.shape, K).
-        """
-        if not len(self.tokens):
-            return self.coefficients.new_zeros(*tokens.shape, len(self.terms))
-        index, is_weighted = find_sorted(self.tokens, tokens)
-        return torch.where(is_weighted.unsqueeze(-1), self._log_weights[index], 0.0)
+    def token_weights(self) -> Tensor:
+        """Return the weights of all tokens in the form of `kind`: (K, V)."""
+        log_weights = self.terms.log_weights.double()
+        if self.kind == EapKind.LOGARITHMIC:
+            default, weights = 0.0, log_weights.clamp_min(MIN_LOG_WEIGHT)
+        elif self.kind == EapKind.ONE_MINUS:
+            default, weights = 0.0, -log_weights.expm1()  # 1 - w, without cancellation
+        else:
+            default, weights = 1.0, log_weights.exp()
+        hmm = self.hmm
+        all_weights = hmm.initial.new_full((len(self.terms), hmm.vocab_size), default)
+        all_weights[:, self.terms.tokens.to(hmm.device, torch.long)] = weights.to(hmm.initial)
+        return all_weights
 
     def eap(self, prefix: TokenIds, remaining: int) -> Tensor:
         """Compute the EAP of every next token: eq. (EAP).
@@ -249,33 +178,82 @@ class Lookahead:
         """
         if remaining < 0:
             raise InvalidInputError(f"`remaining` must be 0 or more tokens, but is {remaining}.")
-        predicted = self.predicted(prefix)
-        if self.automaton is None:
-            return self._eap_for_state(predicted, remaining, 0)
-        vocabulary = torch.arange(self.hmm.vocab_size, device=self.hmm.device)
-        next_states = self.automaton.step(torch.zeros_like(vocabulary), vocabulary)
-        eap = predicted.new_zeros(self.hmm.vocab_size)
-        for state in torch.unique(next_states).tolist():
-            state_eap = self._eap_for_state(predicted, remaining, state)
-            eap = torch.where(next_states == state, state_eap, eap)
-        return eap
+        return next(self.log_eap_along(self.predicted(prefix), [0], remaining + 1)).exp_()
 
-    def _eap_for_state(self, predicted: Tensor, remaining: int, state: int) -> Tensor:
-        """Compute the EAP as if every next token led to this automaton state: (1, h) -> (V,)."""
-        weighted = predicted * self.table_for(remaining, state)  # (K, h)
-        product = self.hmm.emission.predict(torch.cat([predicted, weighted])).T  # (V, 1 + K)
-        joint = NextTokenJoint(
-            product[:, 1:].unsqueeze(-1), product[:, :1], weighted.sum(-1, keepdim=True)
+    def log_eap_along(
+        self, predicted: Tensor, generated: Sequence[int], limit: int
+    ) -> Iterator[Tensor]:
+        """Compute the log EAP of every next token at each position of a generated text.
+
+        Args:
+            predicted: The distribution of the HMM state that emits the first of the tokens, (1, h).
+            generated: The generated token ids. The weights of the tokens before a position count.
+            limit: The largest number of tokens of the text.
+
+        Yields:
+            For each position, the logarithm of the EAP of all tokens there, (V,).
+        """
+        log_past = torch.zeros(len(self.terms), dtype=torch.float64, device=self.hmm.device)
+        weights, first_only, state = self.token_weights(), self.first_only, 0
+        automaton, seen = self.terms.automaton, set[int]()
+        for position, token in enumerate(generated):
+            remaining = min(max(0, limit - position - 1), self.horizon)
+            log_eap = self._log_eap(predicted, weights, remaining, state, log_past)
+            if first_only is not None and seen:
+                index = torch.tensor(sorted(seen), device=log_eap.device)
+                log_eap[index] -= first_only.to(log_eap)[index]
+            yield log_eap if self.attribute.evidence else log_eap.clamp_max_(0.0)
+            if not 0 <= token < self.hmm.vocab_size:
+                continue
+            ids = torch.tensor([token])
+            predicted = inference.step(self.hmm, predicted, ids.to(self.hmm.device)).predicted
+            log_past = log_past + self.terms.weights(ids)[:, 0].log().to(log_past.device)
+            if first_only is not None and token in seen:
+                log_past = log_past - first_only[token]
+            seen.add(token)
+            if automaton is not None:
+                state = int(automaton.dfa.step(torch.tensor([state]), ids))
+
+    def _log_eap(
+        self, predicted: Tensor, weights: Tensor, remaining: int, state: int, log_past: Tensor
+    ) -> Tensor:
+        """Compute the log EAP of every next token: (1, h), (K, V), (K,) -> (V,)."""
+        if self.terms.automaton is None:
+            return self._log_eap_of(predicted, weights, remaining, 0, log_past)
+        vocabulary = torch.arange(self.hmm.vocab_size)
+        next_states = self.terms.automaton.dfa.step(torch.full_like(vocabulary, state), vocabulary)
+        next_states = next_states.to(predicted.device)
+        log_eap = predicted.new_zeros(self.hmm.vocab_size)
+        for target in torch.unique(next_states).tolist():
+            of_target = self._log_eap_of(predicted, weights, remaining, target, log_past)
+            log_eap = torch.where(next_states == target, of_target, log_eap)
+        return log_eap
+
+    def _log_eap_of(
+        self, predicted: Tensor, weights: Tensor, remaining: int, target: int, log_past: Tensor
+    ) -> Tensor:
+        """Compute the log EAP as if every next token led to one automaton state: (V,)."""
+        count = len(self.terms)
+        group = GoalGroup(self.kind, False, slice(0, 1), slice(0, count))
+        goals = torch.zeros(count, dtype=torch.long, device=predicted.device)
+        coefficients = self.terms.coefficients.to(predicted.device)
+        is_single = self.kind == EapKind.LOGARITHMIC
+        log_coefficients = coefficients.log() if is_single else torch.zeros_like(coefficients)
+        values, log_scales = (part[remaining, :, target] for part in self.tables)
+        terms = scale_terms(
+            [group],
+            goals,
+            1,
+            coefficients,
+            log_coefficients,
+            log_past + log_scales.to(log_past.device),
         )
-        weights = TermWeights(
-            self.coefficients[:, None],
-            self.log_scale_for(remaining, state)[:, None],
-            [self.token_weights],
-            torch.zeros(1, dtype=torch.long),
-        )
-        eap = compute_eap(self.kind, joint, weights, slice(0, self.hmm.vocab_size))
-        values = (eap.values + eap.log_scale).exp_()[:, 0]
-        return values if self.attribute.evidence else values.clamp_max_(1.0)
+        weighted = predicted * values.to(predicted)  # (K, h)
+        product = self.hmm.emission.predict(torch.cat([predicted, weighted]))  # (1 + K, V)
+        probability, joint = product[:1] + inference.IMPOSSIBLE, product[1:]
+        ratio = expected_weight_(joint, weighted.sum(-1, keepdim=True), probability)
+        log_eap = log_eap_(group, ratio, weights, terms, goals)[0]
+        return log_eap + terms.log_scale.to(log_eap)
 
     def predicted(self, prefix: TokenIds) -> Tensor:
         """Return the distribution of the HMM state that emits the next token.
@@ -314,20 +292,6 @@ def _token_ids(prefix: TokenIds, vocab_size: int) -> Tensor:
     return ids
 
 
-def _token_weights(hmm: HMM, terms: Terms, kind: EapKind) -> Tensor:
-    """Return the weights of all tokens in the form of a kind: (K, V)."""
-    log_weights = terms.log_weights.double()
-    if kind.logarithmic:
-        default, weights = 0.0, log_weights.clamp_min(MIN_LOG_WEIGHT)
-    elif kind.complement:
-        default, weights = 0.0, -log_weights.expm1()  # 1 - w, without cancellation
-    else:
-        default, weights = 1.0, log_weights.exp()
-    all_weights = hmm.initial.new_full((len(terms), hmm.vocab_size), default)
-    all_weights[:, terms.tokens.to(hmm.device, torch.long)] = weights.to(hmm.initial)
-    return all_weights
-
-
 def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms, Tensor | None]:
     """Return the terms for the HMM's vocabulary, with evidence, and the rewards that count once.
 
@@ -338,6 +302,9 @@ def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms,
         attribute.config.tokenizer_fingerprint,
         hmm.config.tokenizer_fingerprint,
     )
+    if horizon < 0:
+        raise InvalidInputError(f"A horizon must be 0 or more tokens, but is {horizon}.")
+    attribute.require_satisfiable()
     terms = _neutralized(attribute, hmm)
     evidence = [one.without(hmm.config.eos_token_ids) for one in attribute.evidence]
     if evidence and not terms.is_product:
@@ -352,16 +319,10 @@ def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms,
             f"'{attribute.name}' weighs token {int(terms.tokens[-1])}, but the HMM has a "
             f"vocabulary of {hmm.vocab_size}. Fit it with the tokenizer of the HMM's LM."
         )
-    if horizon < 0:
-        raise InvalidInputError(f"A horizon must be 0 or more tokens, but is {horizon}.")
-    if not len(terms):
-        raise InvalidInputError(
-            f"'{attribute.name}' is never true of any text. Steering toward it is impossible."
-        )
-    return terms, _once_rewards(evidence, hmm.vocab_size)
+    return terms, _first_only_rewards(evidence, hmm.vocab_size)
 
 
-def _once_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
+def _first_only_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
     """Add up the rewards that count once per text: (V,), or None if there are none."""
     counted_once = [one for one in evidence if one.first_only]
     if not counted_once:

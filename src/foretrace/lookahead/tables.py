@@ -19,11 +19,16 @@ def log_zero_for(logits: Tensor) -> float:
 class Tables(NamedTuple):
     """Expected weights of the tokens to come: `values * exp(log_scales)`.
 
-    If `stores_complement(terms)`, `values` holds 1 minus the expected weight, with scales of 1.
+    If `stores_one_minus(terms)`, `values` holds 1 minus the expected weight, with scales of 1.
     """
 
     values: Tensor  # (horizon + 1, K, Q, h)
     log_scales: Tensor  # (horizon + 1, K, Q) float64
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.values.nbytes + self.log_scales.nbytes
 
 
 class Successors(NamedTuple):
@@ -33,11 +38,11 @@ class Successors(NamedTuple):
     weights: Tensor  # (K, D, h): expected weight of the tokens that lead there, by HMM state
 
 
-def stores_complement(terms: Terms) -> bool:
+def stores_one_minus(terms: Terms) -> bool:
     """Return whether tables hold 1 minus the expected weight.
 
-    Terms of both signs may cancel; the complement keeps the digits of small differences. Tables
-    with an automaton are rescaled instead: a constraint is improbable, and its complement near 1.
+    Terms of both signs may cancel, and 1 minus the weight keeps the digits of small differences.
+    Tables with an automaton are rescaled instead: a constraint is improbable.
     """
     return terms.signed and terms.automaton is None
 
@@ -46,21 +51,21 @@ def build_tables(hmm: HMM, terms: Terms, horizon: int) -> Tables:
     """Run the backward recursion.
 
     L[0] = final; L[r, q] = transition @ (sum over q' of weight(q, q') * L[r - 1, q']), where
-    weight(q, q') is the expected weight of the tokens that move the automaton from q to q'. For the
-    complement D = 1 - L and loss = 1 - weight,
+    weight(q, q') is the expected weight of the tokens that move the automaton from q to q'. With
+    D = 1 - L and loss = 1 - weight,
     D[r, q] = transition @ (loss + sum over q' of weight(q, q') D[r - 1, q']).
     """
-    complement = stores_complement(terms)
+    one_minus = stores_one_minus(terms)
     token = _expected_weights(hmm, terms)
     successors = _successors(hmm, terms, token)
     final_weights = (
         torch.ones(len(terms), 1) if terms.automaton is None else terms.automaton.final_weights
     )
-    first = (1 - final_weights if complement else final_weights).to(token.weights)
+    first = (1 - final_weights if one_minus else final_weights).to(token.weights)
     values = first.new_empty(horizon + 1, *first.shape, hmm.num_states)
     log_scales = values.new_zeros(values.shape[:3], dtype=torch.float64)
     values[0] = first.unsqueeze(-1)
-    if not complement:
+    if not one_minus:
         _rescale_(values[0], log_scales[0])
     for remaining in range(1, horizon + 1):
         for state, (targets, expected_weights) in enumerate(successors):
@@ -70,10 +75,10 @@ def build_tables(hmm: HMM, terms: Terms, horizon: int) -> Tables:
                 relative = (scales - largest).exp().to(expected_weights).unsqueeze(-1)
                 expected_weights = expected_weights * relative
             expected = (expected_weights * values[remaining - 1][:, targets]).sum(1)
-            values[remaining, :, state] = expected + token.loss if complement else expected
+            values[remaining, :, state] = expected + token.loss if one_minus else expected
             log_scales[remaining, :, state] = largest[:, 0] + token.log_scale
         values[remaining] = hmm.transition.expect(values[remaining]).clamp_min_(0.0)
-        if complement:
+        if one_minus:
             values[remaining].clamp_max_(1.0)
         else:
             _rescale_(values[remaining], log_scales[remaining])
@@ -84,13 +89,13 @@ class ExpectedWeights(NamedTuple):
     """The expected weight of a token, by HMM state: `weights * exp(log_scale)`."""
 
     weights: Tensor  # (K, h)
-    loss: Tensor  # (K, h): 1 minus it, without cancellation; used for the complement
+    loss: Tensor  # (K, h): 1 minus the weight, without cancellation
     log_scale: float  # the largest log-weight of a token, if it is above 0
 
 
 def _expected_weights(hmm: HMM, terms: Terms) -> ExpectedWeights:
     """Compute the expected weight of a token in every HMM state."""
-    if stores_complement(terms):
+    if stores_one_minus(terms):
         tokens = terms.tokens.to(hmm.device, torch.long)
         losses = (-terms.log_weights.double().expm1()).to(hmm.initial)  # without cancellation
         loss = hmm.emission.expect(losses, tokens).clamp(0.0, 1.0)

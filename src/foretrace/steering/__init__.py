@@ -1,9 +1,8 @@
-"""Goals, requests, and the steering of sequences while they are generated."""
+"""Goals, their compilation, and the steering of sequences while they are generated."""
 
-from foretrace.steering.goal import Goal
-from foretrace.steering.prefix_tracker import PrefixTracker
-from foretrace.steering.request import Request
-from foretrace.steering.slots import SlotSteering
-from foretrace.steering.window import Marker
+from foretrace.steering.compiler import Compiler
+from foretrace.steering.goal import CompiledGoal, Goal, Request
+from foretrace.steering.markers import Marker
+from foretrace.steering.steering import Steering
 
-__all__ = ["Goal", "Marker", "PrefixTracker", "Request", "SlotSteering"]
+__all__ = ["CompiledGoal", "Compiler", "Goal", "Marker", "Request", "Steering"]

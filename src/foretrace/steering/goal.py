@@ -1,22 +1,25 @@
-"""A goal: the lookahead of an attribute, and how strongly to steer toward it."""
+"""Goals: what is wanted, what it becomes for one HMM, and a sequence that is steered toward it."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import NamedTuple
 
-from foretrace.attribute import LogitAffine
+from foretrace.attribute import Attribute, LogitAffine
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead.levels import DEFAULT_LEVEL, strength_of
+from foretrace.lookahead.kernels import EapKind
+from foretrace.lookahead.levels import DEFAULT_LEVEL
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.steering.window import Marker, Window, require_window
+from foretrace.steering.markers import Marker, Window, require_window
 
 IDENTITY = LogitAffine()
+WHOLE_TEXT = Window()
+MAX_REWARD_PRICE = 1.0  # nats per step: several times the price of the strongest level
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Goal:
-    """An attribute to steer toward, and a strength.
+    """An attribute to steer toward, and how strongly. Making one computes nothing.
 
     Steering with strength k generates a text x with a probability proportional to
     p_LM(x) * a(x) ** k, or to p_LM(x) * exp(k * sum of rewards) for evidence. Strength 1 of a
@@ -30,9 +33,8 @@ class Goal:
     logits of other tokens are not changed, and they do not count for the attribute.
 
     Args:
-        lookahead: The lookahead of the attribute.
-        strength: The exponent k of the attribute; more than 0. By default, that of the level. The
-            goal's `lookahead` is that of `attribute ** strength`.
+        attribute: The attribute.
+        strength: The exponent k of the attribute; more than 0. By default, the level decides.
         level: "mild", "medium" or "strong". `foretrace calibrate` finds the strengths of an
             attribute's levels. Without it, they are found with the HMM alone. Constraints and
             attributes without powers have strength 1 at all levels.
@@ -46,20 +48,16 @@ class Goal:
             ends with the text.
 
     Raises:
-        InvalidInputError: If the first argument is not a Lookahead, if the strength is not above 0,
-            if the attribute has no powers and the strength is not 1, or if `after` or `window` is
-            not as described.
+        InvalidInputError: If the first argument is not an Attribute, if the strength is not above
+            0, if evidence has a transform, or if `after` or `window` is not as described.
 
     Example:
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=5.0)
-        >>> goal.lookahead.attribute.name
-        'nontoxic ** 5'
-        >>> answer = ft.Goal(
-        ...     goal.lookahead, 1.0, after=ft.marker("</think>", tokenizer), window=64
-        ... )
+        >>> goal = ft.Goal(attribute, strength=5.0)
+        >>> answer = ft.Goal(attribute, after=ft.marker("</think>", tokenizer), window=64)
+        >>> compiled = ft.Compiler(hmm).compile(goal)
     """
 
-    lookahead: Lookahead
+    attribute: Attribute
     strength: float | None = None
     level: str = DEFAULT_LEVEL
     transform: LogitAffine = IDENTITY
@@ -68,58 +66,234 @@ class Goal:
     window: int | Marker | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lookahead, Lookahead):
+        if not isinstance(self.attribute, Attribute):
             raise InvalidInputError(
-                f"A goal needs a Lookahead, but got {type(self.lookahead).__name__}. For an "
-                f"attribute, pass Lookahead(hmm, attribute)."
+                f"A goal needs an Attribute, but got {type(self.attribute).__name__}. "
+                f"AttributeStore loads attributes by name."
             )
-        if self.lookahead.attribute.evidence and not self.transform.is_identity:
+        if self.attribute.evidence and not self.transform.is_identity:
             raise InvalidInputError(
                 f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
-                f"toward '{self.lookahead.attribute.name}' by strength or level alone."
+                f"toward '{self.attribute.name}' by strength or level alone."
+            )
+        if self.strength is not None and not (isfinite(self.strength) and self.strength > 0):
+            raise InvalidInputError(
+                f"A strength must be a finite number above 0, not {self.strength}. To steer away "
+                f"from an attribute, negate it: ~{self.attribute.name}."
             )
         require_window(self.after, self.window)
-        strength = self.strength
-        if strength is None:
-            attribute, hmm = self.lookahead.attribute, self.lookahead.hmm
-            plain = self.transform.is_identity
-            strength = strength_of(attribute, self.level, hmm) if plain else 1.0
-            object.__setattr__(self, "strength", strength)
-        lookahead = self.lookahead.at_strength(strength)
-        lookahead.tables  # noqa: B018  built now, and not in a decoding step
-        object.__setattr__(self, "lookahead", lookahead)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+
+@dataclass(frozen=True)
+class PooledLookahead:
+    """Where a pool has the tables of a lookahead, and what else steering needs of it."""
+
+    tables: int
+    """The first of (horizon + 1) * K * Q rows."""
+    weights: int
+    """The first of K rows, one for each term."""
+    first_only: int
+    """The row of rewards that count once; 0 if there are none."""
+    automaton: "PooledAutomaton | None"
+    kind: EapKind
+    horizon: int
+    coefficients: tuple[float, ...]
+    num_states: int
+    """The number of states of the automaton, Q; 1 if there is none."""
+    min_tokens: int
+    requires_text: bool
+
+    @property
+    def num_terms(self) -> int:
+        """The number of terms, K."""
+        return len(self.coefficients)
+
+    @property
+    def has_constraint(self) -> bool:
+        """Whether there is an automaton."""
+        return self.automaton is not None
+
+    @property
+    def has_first_only(self) -> bool:
+        """Whether there are rewards that count once per text."""
+        return self.first_only > 0
+
+    @property
+    def num_tables(self) -> int:
+        """The number of rows of tables."""
+        return (self.horizon + 1) * self.num_terms * self.num_states
+
+
+class PooledAutomaton(NamedTuple):
+    """Where a pool has an automaton of Q states, C classes and D distinct targets."""
+
+    classes: int
+    """The row with the class of every token."""
+    transitions: int
+    """The first of Q * C transitions."""
+    states: int
+    """The first of Q states."""
+    targets: int
+    """The first of Q * D distinct targets."""
+    num_classes: int
+    num_states: int
+    num_targets: int
+
+
+class Factor(NamedTuple):
+    """One factor of a goal: f(EAP) of an attribute.
+
+    Attributes:
+        key: What the tables depend on, as a key of caches.
+        lookahead: The tables, or where a pool has them.
+        transform: f, the transform of the EAP.
+    """
+
+    key: str
+    lookahead: Lookahead | PooledLookahead
+    transform: LogitAffine = IDENTITY
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGoal:
+    """Goals as tables and automata for one HMM. It is immutable, and requests share it.
+
+    `Compiler.compile` makes one.
+
+    Attributes:
+        hmm: The HMM.
+        factors: The factors, which multiply: the product of all goals without a transform, and
+            each goal with one.
+        window: The part of the generated text that the goals are about.
+        neutral_end: Whether end-of-text tokens keep their probability.
+
+    Example:
+        >>> compiled = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
+        >>> compiled.name, len(compiled.factors)
+        ('nontoxic ** 2', 1)
+    """
+
+    hmm: HMM
+    factors: tuple[Factor, ...]
+    window: Window = WHOLE_TEXT
+    neutral_end: bool = True
+
+    def __post_init__(self) -> None:
+        require_single_constraint(sum(one.lookahead.has_constraint for one in self.factors))
+        if self.window.ends_at_marker:
+            require_no_text(any(one.lookahead.requires_text for one in self.factors))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "CompiledGoal":
         """Return the goal itself: it does not change, and its tables are large."""
         return self
 
+    @property
+    def name(self) -> str:
+        """The names of the factors' attributes."""
+        lookaheads = (factor.lookahead for factor in self.factors)
+        return " * ".join(one.attribute.name for one in lookaheads if isinstance(one, Lookahead))
 
-def common_hmm(goals: Iterable[Goal]) -> HMM | None:
-    """Return the HMM of all goals; None if there is no goal.
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens that satisfy the constraint; 0 if there is none."""
+        return max(one.lookahead.min_tokens for one in self.factors)
+
+    @property
+    def max_price(self) -> float:
+        """How many nats a step may cost.
+
+        Additive rewards can pay for any token. Products of weights up to 1 only avoid tokens, which
+        costs as much as the language model's probability of them demands. Rewards that do not count
+        once are not limited: steering by them is exact.
+        """
+        return MAX_REWARD_PRICE if self.has_first_only else inf
+
+    @property
+    def has_first_only(self) -> bool:
+        """Whether a factor has rewards that count once per text."""
+        return any(one.lookahead.has_first_only for one in self.factors)
+
+    @property
+    def num_terms(self) -> int:
+        """The number of terms of all factors."""
+        return sum(one.lookahead.num_terms for one in self.factors)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One sequence to generate: its goal and its limits; the same object at every step.
+
+    Args:
+        goal: The goal; None for a sequence that is not steered.
+        prompt: The token ids of the prompt.
+        limit: The largest number of tokens to generate.
+        horizon: The largest number of tokens to look ahead, if less than the goal's horizon.
+        stop_ids: Tokens that end the sequence. The HMM's end-of-text tokens are added.
 
     Raises:
-        InvalidInputError: If they have several.
+        InvalidInputError: If a constraint does not fit into `limit` tokens or into the window.
+
+    Example:
+        >>> from foretrace.steering import Request
+        >>> compiled = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, 2.0))
+        >>> request = Request(compiled, prompt=(5,), limit=20)
+        >>> request.stop_ids == hmm.config.eos_token_ids
+        True
     """
-    hmms = {id(goal.lookahead.hmm): goal.lookahead.hmm for goal in goals}
-    if len(hmms) > 1:
-        raise InvalidInputError(
-            "All goals of a batch must use the same HMM object. Load it once, and create every "
-            "Lookahead with it."
-        )
-    return next(iter(hmms.values()), None)
+
+    goal: CompiledGoal | None
+    prompt: tuple[int, ...]
+    limit: int
+    horizon: int | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.goal is None:
+            return
+        hmm_ends = self.goal.hmm.config.eos_token_ids
+        object.__setattr__(self, "stop_ids", tuple(dict.fromkeys((*self.stop_ids, *hmm_ends))))
+        length = self.goal.window.length
+        limit = self.limit if length is None else min(self.limit, length)
+        if self.goal.min_tokens > limit:
+            raise InvalidInputError(
+                f"The required texts take {self.goal.min_tokens} tokens at least, but at most "
+                f"{limit} may be generated. Raise the limit, or the goal's window."
+            )
+
+    def with_goal(self, goal: CompiledGoal) -> "Request":
+        """Return the same request for the same goal in another form."""
+        return replace(self, goal=goal)
 
 
-def common_window(goals: Iterable[Goal]) -> Window:
-    """Return the window of all goals of a sequence.
+def require_single_constraint(count: int) -> None:
+    """Check that at most one factor of a goal has a constraint: an automaton.
+
+    Args:
+        count: The number of factors that have one.
 
     Raises:
-        InvalidInputError: If they differ. Goals of one sequence are one product, or factors of the
-            same token.
+        InvalidInputError: If there is more than one. Each constraint forbids tokens that cannot
+            satisfy it any more; two of them may forbid every token.
     """
-    windows = {Window(goal.after, goal.window) for goal in goals}
-    if len(windows) > 1:
+    if count > 1:
         raise InvalidInputError(
-            "The goals of one text begin or end at different tokens. They are steered toward as "
-            "one product: give all of them the same `after` and the same `window`."
+            f"{count} goals say which texts must or must not occur, but only one goal of a request "
+            f'may. Join them by &, as in nontoxic & contains("refund"): apart, they might leave no '
+            f"token that satisfies all of them."
         )
-    return windows.pop() if windows else Window()
+
+
+def require_no_text(required: bool) -> None:
+    """Check that no text is required in a window that ends at a marker.
+
+    Args:
+        required: Whether a goal requires text.
+
+    Raises:
+        InvalidInputError: If it does. The language model may write the marker before the text.
+    """
+    if required:
+        raise InvalidInputError(
+            "A goal requires text in a window that ends at a marker, and the marker may come "
+            "before the text. Let the window be a number of tokens, or end with the text."
+        )

@@ -1,150 +1,373 @@
-"""Tables, token weights and automata of all lookaheads in use, as rows of shared tensors.
+"""Tables, token weights and automata of the goals in use, as rows of shared tensors on a device.
 
 A step gathers from these by indices that differ from row to row. The number of operations then does
-not depend on the number of lookaheads.
+not depend on the number of goals. The pool is the only copy on the device.
 """
 
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary, finalize
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from foretrace.attribute.automaton import WeightedAutomaton
+from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead.device_automaton import DeviceAutomaton
+from foretrace.hmm.emission import EmissionSubset
 from foretrace.lookahead.lookahead import Lookahead
-from foretrace.steering.marker_pool import MarkerPool
-from foretrace.steering.slab import Slab
+from foretrace.steering.goal import CompiledGoal, PooledAutomaton, PooledLookahead
+from foretrace.steering.markers import CompiledMarker, PooledMarker, Window
+
+GROWTH = 1.25  # of a slab that is full
+NO_MARKER = PooledMarker(None, "", 0, 0, 1, 1, -1)
 
 
-@dataclass(frozen=True)
-class AutomatonEntry:
-    """Where the pool has an automaton."""
+class Slab:
+    """Rows of equal size in one tensor, so that a batch can gather rows of different owners.
 
-    classes: int
-    """The row with the class of every token."""
-    transitions: int
-    """The first of Q * C transitions."""
-    states: int
-    """The first of Q states."""
-    targets: int
-    """The first of Q * D distinct targets."""
-    num_classes: int  # C
-    num_states: int  # Q
-    num_targets: int  # D
+    Attributes:
+        data: The tensor, (capacity, ...). It is replaced when the slab grows.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Create a slab without rows; `shape` is the shape of one row."""
+        self.data = torch.zeros(0, *shape, dtype=dtype, device=device)
+        self._free: list[tuple[int, int]] = []  # ranges (first, count), ascending
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes, with the rows that are not in use."""
+        return self.data.nbytes
+
+    def growth(self, count: int) -> int:
+        """Return by how many bytes the slab would grow to hold `count` more rows."""
+        if any(length >= count for _, length in self._free):
+            return 0
+        return self._added(count) * self.data.element_size() * prod(self.data.shape[1:])
+
+    def write(self, values: Tensor) -> int:
+        """Copy rows into the slab, and return the index of the first."""
+        first = self._take(len(values))
+        self.data[first : first + len(values)] = values.to(self.data, non_blocking=True)
+        return first
+
+    def free(self, first: int, count: int) -> None:
+        """Give rows back."""
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._free, (first, count)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+    def _take(self, count: int) -> int:
+        """Take a range of free rows, the smallest that is large enough."""
+        fitting = [(length, first) for first, length in self._free if length >= count]
+        if not fitting:
+            self._grow(self._added(count))
+            return self._take(count)
+        length, first = min(fitting)
+        self._free.remove((first, length))
+        if length > count:
+            self.free(first + count, length - count)
+        return first
+
+    def _added(self, count: int) -> int:
+        """Return how many rows to append: copies of the slab must be rare."""
+        return max(count, int((GROWTH - 1) * len(self.data)))
+
+    def _grow(self, added: int) -> None:
+        old = self.data
+        self.data = old.new_zeros(len(old) + added, *old.shape[1:])
+        self.data[: len(old)] = old
+        self.free(len(old), added)
 
 
-@dataclass(frozen=True)
-class LookaheadEntry:
-    """Where the pool has a lookahead."""
+@dataclass
+class _Entry:
+    """Something in the pool, and how many sequences use it."""
 
-    tables: int
-    """The first of (horizon + 1) * K * Q rows."""
-    weights: int
-    """The first of K rows, one for each term."""
-    once: int
-    """The row of rewards that count once; 0 if there are none."""
-    automaton: AutomatonEntry | None
+    item: PooledLookahead | PooledMarker
+    tokens: Tensor | None = None
+    """The tokens that an automaton lists, (M,), increasing."""
+    emission: EmissionSubset | None = None
+    """The HMM's emission of these tokens."""
+    users: int = 0
 
 
 class TablePool:
-    """The tensors that the steps of all batches gather from.
+    """The tensors that the steps of a batch gather from.
 
-    A lookahead is copied when a request first uses it, and removed when it is garbage-collected.
+    A sequence acquires its goal when it starts, and releases it when it ends. What no sequence uses
+    stays in the pool until its room is needed: the least recently used goes first.
 
     Attributes:
+        hmm: The HMM of all goals.
+        memory: How many bytes the pool may have; None for no limit. Running sequences may exceed
+            it: their goals are never removed.
         tables: Backward tables, (rows, h).
         log_scales: Their scales, (rows,) float64.
-        weights: Token weights in the form of the lookahead's kind, (rows, V).
-        once: Rewards that count once, times -1: (rows, V + 1). Row 0 and the last column are zero.
+        weights: Token weights in the form of the goal's kind, (rows, V).
+        first_only: Rewards that count once, times -1: (rows, V + 1). Row 0 and the last column are
+            zero.
         classes: Token classes of automata, (rows, V).
         transitions: The next state for every state and class of an automaton, (entries,).
-        target_index: The position of that state among the targets, (entries,).
-        targets: The distinct next states of every state; the first is that of class 0, (entries,).
+        target_index: The index of that state among the targets, (entries,).
+        targets: The distinct next states of every state; class 0 leads to the first, (entries,).
         min_tokens: Fewest tokens from each automaton state to one that satisfies it, (states,).
-        markers: The automata of markers.
+        marker_classes: Token classes of markers, (rows, tokens). Row 0 is zero.
+        marker_transitions: The next state for every state and class of a marker, (entries,).
     """
 
-    def __init__(self, hmm: HMM) -> None:
-        """Create an empty pool for the lookaheads of an HMM."""
+    def __init__(self, hmm: HMM, memory: int | None = None) -> None:
+        """Create an empty pool for the goals of an HMM."""
+        self.hmm, self.memory = hmm, memory
+        self._clear()
+
+    def _clear(self) -> None:
+        hmm = self.hmm
         device, dtype, vocab = hmm.device, hmm.initial.dtype, (hmm.vocab_size,)
-        self.hmm = hmm
         self.tables = Slab((hmm.num_states,), dtype, device)
         self.log_scales = Slab((), torch.float64, device)
         self.weights = Slab(vocab, dtype, device)
-        self.once = Slab((hmm.vocab_size + 1,), dtype, device)
+        self.first_only = Slab((hmm.vocab_size + 1,), dtype, device)
         self.classes = Slab(vocab, torch.int16, device)
         self.transitions = Slab((), torch.long, device)
         self.target_index = Slab((), torch.long, device)
         self.targets = Slab((), torch.long, device)
         self.min_tokens = Slab((), torch.long, device)
-        self.once.write(torch.zeros(1, hmm.vocab_size + 1))
-        self._entries: WeakKeyDictionary[Lookahead, LookaheadEntry] = WeakKeyDictionary()
-        self.markers = MarkerPool(device)
+        self.marker_classes = Slab((1,), torch.int16, device)
+        self.marker_transitions = Slab((), torch.long, device)
+        self.first_only.write(torch.zeros(1, hmm.vocab_size + 1))
+        self.marker_classes.write(torch.zeros(1, 1))
+        self.marker_transitions.write(torch.zeros(1))
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._subset_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
-        slabs = (self.tables, self.log_scales, self.weights, self.once)
-        automata = (self.classes, self.transitions, self.target_index, self.targets)
-        return sum(slab.nbytes for slab in (*slabs, *automata, self.min_tokens))
+        """The size in bytes, with the rows that are not in use."""
+        slabs = (value for value in vars(self).values() if isinstance(value, Slab))
+        return self._subset_bytes + sum(slab.nbytes for slab in slabs)
 
-    def add(self, lookahead: Lookahead) -> LookaheadEntry:
-        """Copy a lookahead into the pool, unless it is there, and return where it is."""
-        entry = self._entries.get(lookahead)
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def find(self, key: str) -> PooledLookahead | PooledMarker | None:
+        """Return what the pool has under a key, and mark it as used now."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key].item
+
+    def acquire(self, goal: CompiledGoal) -> CompiledGoal:
+        """Copy a goal into the pool, unless it is there, and keep it until its release.
+
+        Args:
+            goal: The goal. A part that the pool has already may be given by what `find` returned.
+
+        Returns:
+            The same goal. Its parts say where they are in the pool, and hold no tables.
+
+        Raises:
+            InvalidInputError: If a marker has another tokenizer, or a part that `find` returned is
+                not in the pool any more.
+        """
+        after, until = goal.window.after, goal.window.until
+        taken: list[str] = []
+        try:
+            factors = tuple(
+                factor._replace(lookahead=self._take(factor.key, factor.lookahead, taken))
+                for factor in goal.factors
+            )
+            if after is not None:
+                after = self._take(after.key, after, taken)
+            if until is not None and not isinstance(until, int):
+                until = self._take(until.key, until, taken)
+        except BaseException:
+            self._release(taken)
+            raise
+        return replace(goal, factors=factors, window=Window(after, until))
+
+    def release(self, goal: CompiledGoal) -> None:
+        """Let go of a goal that `acquire` returned. It stays until its room is needed."""
+        markers = (goal.window.after, goal.window.until)
+        keys = [factor.key for factor in goal.factors]
+        self._release([*keys, *(one.key for one in markers if isinstance(one, PooledMarker))])
+
+    def is_met(self, goal: CompiledGoal, tokens: Sequence[int]) -> bool:
+        """Return whether a text meets the constraint of a goal that `acquire` returned.
+
+        It copies the automaton from the device, and waits for it.
+        """
+        vocab = self.hmm.vocab_size
+        known = torch.tensor([token for token in tokens if token < vocab], dtype=torch.long)
+        for factor in goal.factors:
+            automaton = getattr(factor.lookahead, "automaton", None)
+            if automaton is None:
+                continue
+            classes = self.classes.data[automaton.classes, known.to(self.hmm.device)].tolist()
+            size, state = automaton.num_states * automaton.num_classes, 0
+            first = automaton.transitions
+            transitions = self.transitions.data[first : first + size].tolist()
+            for token_class in classes:
+                state = transitions[state * automaton.num_classes + token_class]
+            if int(self.min_tokens.data[automaton.states + state]) > 0:
+                return False
+        return True
+
+    def listed(self, key: str) -> tuple[Tensor, EmissionSubset]:
+        """Return the tokens that a goal's automaton lists, (M,), and their emission."""
+        entry = self._entries[key]
+        assert entry.tokens is not None
+        assert entry.emission is not None
+        return entry.tokens, entry.emission
+
+    def _take(self, key: str, part: Any, taken: list[str]) -> Any:
+        """Return the pooled form of a lookahead or marker, with one more user."""
+        entry = self._entries.get(key)
         if entry is None:
-            entry = self._copy(lookahead)
-            self._entries[lookahead] = entry
-            finalize(lookahead, self._remove, entry, *_sizes(lookahead)).atexit = False
-        return entry
+            if isinstance(part, Lookahead):
+                entry = self._copy_lookahead(part)
+            elif isinstance(part, CompiledMarker):
+                entry = self._copy_marker(part)
+            else:
+                raise InvalidInputError(
+                    "The tables of this goal were removed from the pool. Load them again."
+                )
+            self._entries[key] = entry
+        self._entries.move_to_end(key)
+        entry.users += 1
+        taken.append(key)
+        return entry.item
 
-    def _copy(self, lookahead: Lookahead) -> LookaheadEntry:
+    def _release(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._entries[key].users -= 1
+        if self.memory is None or self.nbytes <= self.memory:
+            return
+        if not any(entry.users for entry in self._entries.values()):
+            self._clear()  # running sequences have exceeded the budget, and have ended
+
+    def _make_room(self, *needs: tuple[Slab, int]) -> None:
+        """Remove what no sequence uses until so many rows of slabs fit into the budget."""
+        if self.memory is None:
+            return
+        unused = [key for key, entry in self._entries.items() if not entry.users]
+        for key in unused:
+            growth = sum(slab.growth(count) for slab, count in needs)
+            if not growth or self.nbytes + growth <= self.memory:
+                return
+            self._remove(key)
+
+    def _copy_lookahead(self, lookahead: Lookahead) -> _Entry:
         values, log_scales = lookahead.tables
+        self._make_room((self.tables, log_scales.numel()), (self.weights, len(lookahead.terms)))
         tables = self.tables.write(values.flatten(0, 2))
         scales = self.log_scales.write(log_scales.flatten())
         assert scales == tables  # both slabs have the same history
-        once, automaton = lookahead.once_rewards, lookahead.automaton
-        return LookaheadEntry(
+        weights = self.weights.write(lookahead.token_weights())
+        rewards, automaton = lookahead.first_only, lookahead.terms.automaton
+        first_only = 0
+        if rewards is not None:
+            first_only = self.first_only.write(torch.nn.functional.pad(-rewards, (0, 1))[None])
+        pooled = PooledLookahead(
             tables,
-            self.weights.write(lookahead.token_weights),
-            0 if once is None else self.once.write(torch.nn.functional.pad(-once, (0, 1))[None]),
+            weights,
+            first_only,
             None if automaton is None else self._copy_automaton(automaton),
+            lookahead.kind,
+            lookahead.horizon,
+            tuple(lookahead.terms.coefficients.tolist()),
+            lookahead.terms.num_states,
+            lookahead.min_tokens,
+            lookahead.requires_text,
         )
+        if automaton is None:
+            return _Entry(pooled)
+        tokens = automaton.dfa.tokens.to(self.hmm.device, torch.long)
+        emission = self.hmm.emission.subset(tokens)
+        self._subset_bytes += emission.nbytes
+        return _Entry(pooled, tokens, emission)
 
-    def _copy_automaton(self, automaton: DeviceAutomaton) -> AutomatonEntry:
-        classes = torch.zeros(1, self.hmm.vocab_size, dtype=torch.int16)
-        classes = classes.to(automaton.tokens.device)
-        classes[0, automaton.tokens] = automaton.classes.short()
-        transitions = self.transitions.write(automaton.transitions.flatten())
-        target_index = self.target_index.write(automaton.target_index.flatten())
-        assert target_index == transitions  # both slabs have the same history
-        num_states, num_classes = automaton.transitions.shape
-        return AutomatonEntry(
+    def _copy_automaton(self, weighted: WeightedAutomaton) -> PooledAutomaton:
+        """Copy an automaton; end-of-text tokens must not move it."""
+        dfa, vocab = weighted.dfa, self.hmm.vocab_size
+        classes = torch.zeros(1, vocab, dtype=torch.int16)
+        classes[0, dfa.tokens.long()] = dfa.classes.short()
+        rows = dfa.transitions.tolist()
+        distinct = [list(dict.fromkeys(row)) for row in rows]  # class 0 comes first
+        width = max(map(len, distinct))
+        target_index = [
+            [targets.index(target) for target in row]
+            for targets, row in zip(distinct, rows, strict=True)
+        ]
+        padded = [targets + targets[:1] * (width - len(targets)) for targets in distinct]
+        transitions = self.transitions.write(dfa.transitions.flatten())
+        indices = self.target_index.write(torch.tensor(target_index).flatten())
+        assert indices == transitions  # both slabs have the same history
+        num_states, num_classes = dfa.transitions.shape
+        return PooledAutomaton(
             self.classes.write(classes),
             transitions,
-            self.min_tokens.write(automaton.min_tokens),
-            self.targets.write(automaton.targets.flatten()),
+            self.min_tokens.write(weighted.min_tokens(vocab)),
+            self.targets.write(torch.tensor(padded).flatten()),
             num_classes,
             num_states,
-            automaton.targets.shape[1],
+            width,
         )
 
-    def _remove(self, entry: LookaheadEntry, num_tables: int, num_terms: int) -> None:
-        self.tables.free(entry.tables, num_tables)
-        self.log_scales.free(entry.tables, num_tables)
-        self.weights.free(entry.weights, num_terms)
-        if entry.once:
-            self.once.free(entry.once, 1)
-        if entry.automaton is not None:
-            self._remove_automaton(entry.automaton)
+    def _copy_marker(self, compiled: CompiledMarker) -> _Entry:
+        marker, dfa, found = compiled
+        tokens = len(marker.token_bytes)
+        if len(self.marker_classes.data) == 1:  # the first marker: now the tokenizer is known
+            self.marker_classes = Slab((tokens,), torch.int16, self.hmm.device)
+            self.marker_classes.write(torch.zeros(1, tokens))
+        if self.marker_classes.data.shape[1] != tokens:
+            raise InvalidInputError(
+                f"The tokenizer of the marker {marker.text!r} has {tokens} tokens, and another "
+                f"marker's tokenizer has {self.marker_classes.data.shape[1]}. Make all markers "
+                f"with the tokenizer of the language model."
+            )
+        self._make_room((self.marker_classes, 1))
+        classes = torch.zeros(1, tokens, dtype=torch.int16)
+        classes[0, dfa.tokens.long()] = dfa.classes.short()
+        return _Entry(
+            PooledMarker(
+                marker,
+                compiled.key,
+                self.marker_classes.write(classes),
+                self.marker_transitions.write(dfa.transitions.flatten()),
+                dfa.transitions.shape[1],
+                dfa.transitions.numel(),
+                found,
+            )
+        )
 
-    def _remove_automaton(self, entry: AutomatonEntry) -> None:
-        self.classes.free(entry.classes, 1)
+    def _remove(self, key: str) -> None:
+        entry = self._entries.pop(key)
+        if entry.emission is not None:
+            self._subset_bytes -= entry.emission.nbytes
+        item = entry.item
+        if isinstance(item, PooledMarker):
+            self.marker_classes.free(item.classes, 1)
+            self.marker_transitions.free(item.transitions, item.num_transitions)
+            return
+        self.tables.free(item.tables, item.num_tables)
+        self.log_scales.free(item.tables, item.num_tables)
+        self.weights.free(item.weights, item.num_terms)
+        if item.first_only:
+            self.first_only.free(item.first_only, 1)
+        if item.automaton is not None:
+            self._remove_automaton(item.automaton)
+
+    def _remove_automaton(self, automaton: PooledAutomaton) -> None:
+        self.classes.free(automaton.classes, 1)
         for slab in (self.transitions, self.target_index):
-            slab.free(entry.transitions, entry.num_states * entry.num_classes)
-        self.targets.free(entry.targets, entry.num_states * entry.num_targets)
-        self.min_tokens.free(entry.states, entry.num_states)
-
-
-def _sizes(lookahead: Lookahead) -> tuple[int, int]:
-    """Return the numbers of rows of tables and of token weights."""
-    return int(lookahead.tables.log_scales.numel()), len(lookahead.token_weights)
+            slab.free(automaton.transitions, automaton.num_states * automaton.num_classes)
+        self.targets.free(automaton.targets, automaton.num_states * automaton.num_targets)
+        self.min_tokens.free(automaton.states, automaton.num_states)

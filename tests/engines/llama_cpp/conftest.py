@@ -9,8 +9,7 @@ import pytest
 from foretrace.attribute import AttributeStore
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from foretrace.steering import CompiledGoal, Compiler, Goal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -37,7 +36,7 @@ def hmm() -> HMM:
 
 
 @pytest.fixture(scope="session")
-def goals_of(hmm: HMM, tokenizer: Any) -> Callable[[str], list[Goal]]:
+def goal_of(hmm: HMM, tokenizer: Any) -> Callable[[str], CompiledGoal]:
     """Goals by kind, as in `host_goals`, but of real attributes."""
     attributes, token_bytes = AttributeStore(EXAMPLES / "attributes"), TokenBytes.of(tokenizer)
     kinds = {
@@ -47,7 +46,9 @@ def goals_of(hmm: HMM, tokenizer: Any) -> Callable[[str], list[Goal]]:
         "required text": [attributes["positive"] & token_bytes.contains("lighthouse")],
     }
 
-    def goals_of(kind: str) -> list[Goal]:
-        return [Goal(Lookahead(hmm, one, 16), level="strong") for one in kinds[kind]]
+    compiler = Compiler(hmm, 16)
 
-    return goals_of
+    def goal_of(kind: str) -> CompiledGoal:
+        return compiler.compile([Goal(one, level="strong") for one in kinds[kind]])
+
+    return goal_of

@@ -18,18 +18,17 @@ from foretrace.attribute import Attribute, AttributeStore
 from foretrace.engines.llama_cpp import SteeringProcessor, generate_tokens
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Request
-from foretrace.steering.merge_goals import merge_goals
+from foretrace.steering import CompiledGoal, Request
+from foretrace.steering.price import prices
+from goals import compiled, steer
 from host_goals import KINDS
-from oracle.batch import BatchSteering
 
 pytestmark = pytest.mark.llama_cpp
 
 BEGINNINGS = (Path(__file__).parents[1] / "beginnings.txt").read_text("utf-8").splitlines()
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NEW = 12
-GoalsOf = Callable[[str], list[Goal]]
+GoalOf = Callable[[str], CompiledGoal]
 
 
 class Recorder:
@@ -46,14 +45,14 @@ class Recorder:
 @pytest.mark.shows("llama.cpp", "greedy", "constraints", "several goals")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_the_reweighted_logits(
-    llm: Any, tokenizer: Any, hmm: HMM, goals_of: GoalsOf, kind: str
+    llm: Any, tokenizer: Any, hmm: HMM, goal_of: GoalOf, kind: str
 ) -> None:
-    """The oracle steers the recorded logits row by row, from the token ids alone."""
-    goals, oracle, changed = goals_of(kind), BatchSteering(hmm), 0
-    steering = SteeringProcessor(llm, goals, max_new_tokens=NEW)
+    """The recorded logits are steered once more, from the token ids alone."""
+    goal, changed = goal_of(kind), 0
+    steering = SteeringProcessor(llm, goal, max_new_tokens=NEW)
     for text in BEGINNINGS[:20]:
         prompt, recorder = tokenizer(text).input_ids, Recorder()
-        request = Request(merge_goals(goals), tuple(prompt), NEW, ends=steering.ends)
+        request = Request(goal, tuple(prompt), NEW, stop_ids=steering.stop_ids)
         steering.begin()
         tokens = llm.generate(
             prompt, temp=0.0, logits_processor=LogitsProcessorList([recorder, steering])
@@ -61,19 +60,19 @@ def test_greedy_texts_are_those_of_the_reweighted_logits(
         for step, token in zip(range(NEW), tokens, strict=False):
             ids, bare = recorder.steps[step]
             assert ids[: len(prompt)] == prompt
-            states = oracle.read_generated([request], [ids[len(prompt) :]])
-            assert token == int(oracle.reweight_(bare[None].clone(), states).argmax())
+            steered = steer(hmm, [request], [ids[len(prompt) :]], bare[None])
+            assert token == int(steered.argmax())
             changed += token != int(bare.argmax())
-            if token in steering.ends:
+            if token in steering.stop_ids:
                 break
     assert changed >= 10
     assert steering.error is None
 
 
 @pytest.mark.shows("llama.cpp", "sampling")
-def test_required_text_occurs_in_sampled_texts(llm: Any, tokenizer: Any, goals_of: GoalsOf) -> None:
+def test_required_text_occurs_in_sampled_texts(llm: Any, tokenizer: Any, goal_of: GoalOf) -> None:
     """Also at a high temperature, with top-p, and after another text with the same processor."""
-    steering = SteeringProcessor(llm, goals_of("required text"), max_new_tokens=NEW)
+    steering = SteeringProcessor(llm, goal_of("required text"), max_new_tokens=NEW)
     options: dict[str, Any] = {"processor": steering, "max_new_tokens": NEW}
     options |= {"temperature": 1.5, "top_p": 0.9}
     texts = []
@@ -91,7 +90,7 @@ def test_temperature_and_top_p_are_those_of_transformers(llm: Any, tokenizer: An
     next(llm.generate(prompt, temp=0.0, logits_processor=LogitsProcessorList([recorder])))
     ordered, order = (recorder.steps[0][1].double() / 3).softmax(-1).sort(descending=True)
     nucleus = set(order[ordered.cumsum(0) - ordered < 0.3].tolist())
-    bare = SteeringProcessor(llm, [], max_new_tokens=1)
+    bare = SteeringProcessor(llm, None, max_new_tokens=1)
     options: dict[str, Any] = {"processor": bare, "max_new_tokens": 1, "temperature": 3.0}
     drawn = {
         next(generate_tokens(llm, prompt, seed=seed, top_p=0.3, **options)) for seed in range(40)
@@ -101,9 +100,8 @@ def test_temperature_and_top_p_are_those_of_transformers(llm: Any, tokenizer: An
 
 
 @pytest.mark.shows("llama.cpp", "chats", "streaming")
-def test_a_completion_streams_and_a_chat_is_answered(llm: Any, goals_of: GoalsOf) -> None:
-    goals = goals_of("required text")
-    processor = SteeringProcessor(llm, goals, max_new_tokens=NEW)
+def test_a_completion_streams_and_a_chat_is_answered(llm: Any, goal_of: GoalOf) -> None:
+    processor = SteeringProcessor(llm, goal_of("required text"), max_new_tokens=NEW)
     options: dict[str, Any] = {"max_tokens": NEW, "temperature": 0.0}
     options["logits_processor"] = LogitsProcessorList([processor])
     pieces = [
@@ -126,8 +124,8 @@ def test_a_grammar_and_a_goal_hold_together(llm: Any, hmm: HMM) -> None:
     attributes = AttributeStore(EXAMPLES / "attributes")
     written = []
     for name in ("positive", "negative"):
-        goal = Goal(Lookahead(hmm, attributes[name], 8), 20.0)
-        processor = SteeringProcessor(llm, [goal], max_new_tokens=8)
+        goal = compiled(hmm, attributes[name], 8, 20.0)
+        processor = SteeringProcessor(llm, goal, max_new_tokens=8)
         completion = llm.create_completion(
             "In one word, the food was",
             grammar=grammar,
@@ -141,28 +139,28 @@ def test_a_grammar_and_a_goal_hold_together(llm: Any, hmm: HMM) -> None:
 
 
 def test_the_price_is_that_of_the_library(
-    llm: Any, tokenizer: Any, hmm: HMM, goals_of: GoalsOf
+    llm: Any, tokenizer: Any, hmm: HMM, goal_of: GoalOf
 ) -> None:
-    goals, seen, expected = goals_of("product"), list[float](), list[torch.Tensor]()
-    processor = SteeringProcessor(llm, goals, max_new_tokens=4, observe=seen.append)
+    goal, seen, expected = goal_of("product"), list[float](), list[float]()
+    processor = SteeringProcessor(llm, goal, max_new_tokens=4, on_price=seen.append)
     prompt, recorder = tokenizer("You are such a").input_ids, Recorder()
     tokens = llm.generate(
         prompt, temp=0.0, logits_processor=LogitsProcessorList([recorder, processor])
     )
     generated = [token for _, token in zip(range(4), tokens, strict=False)]
-    oracle = BatchSteering(hmm, expected.append)
-    request = Request(merge_goals(goals), tuple(prompt), 4, ends=processor.ends)
+    request = Request(goal, tuple(prompt), 4, stop_ids=processor.stop_ids)
     for step, (_, bare) in enumerate(recorder.steps):
-        oracle.reweight_(bare[None], oracle.read_generated([request], [generated[:step]]))
-    assert seen == pytest.approx([float(price) for price in expected], abs=1e-5)
+        steered = steer(hmm, [request], [generated[:step]], bare[None])
+        expected.append(float(prices(bare[None], steered)))
+    assert seen == pytest.approx(expected, abs=1e-5)
     assert max(seen) > 0
 
 
 def test_an_error_ends_the_text(
-    llm: Any, tokenizer: Any, goals_of: GoalsOf, monkeypatch: pytest.MonkeyPatch
+    llm: Any, tokenizer: Any, goal_of: GoalOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp calls processors through C, which drops exceptions: no token is left unsteered."""
-    processor = SteeringProcessor(llm, goals_of("product"), max_new_tokens=NEW)
+    processor = SteeringProcessor(llm, goal_of("product"), max_new_tokens=NEW)
     monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # Python prints it here
 
     def fail(*_: object) -> None:
@@ -183,18 +181,18 @@ def test_an_hmm_of_another_tokenizer_is_refused(llm: Any, hmm: HMM) -> None:
     other = HMM(hmm.initial, hmm.transition, hmm.emission, config)
     attribute = Attribute.from_weights(torch.ones(hmm.vocab_size))
     with pytest.raises(TokenizerMismatchError, match="The HMM was made with another tokenizer"):
-        SteeringProcessor(llm, [Goal(Lookahead(other, attribute, 4), 1.0)], max_new_tokens=4)
+        SteeringProcessor(llm, compiled(other, attribute, 4), max_new_tokens=4)
 
 
 def test_a_draft_model_is_refused(
-    llm: Any, goals_of: GoalsOf, monkeypatch: pytest.MonkeyPatch
+    llm: Any, goal_of: GoalOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "draft_model", LlamaPromptLookupDecoding())
     with pytest.raises(InvalidInputError, match="Load it without `draft_model`"):
-        SteeringProcessor(llm, goals_of("product"), max_new_tokens=4)
+        SteeringProcessor(llm, goal_of("product"), max_new_tokens=4)
 
 
 def test_a_text_longer_than_the_context_is_refused(llm: Any) -> None:
-    processor = SteeringProcessor(llm, [], max_new_tokens=250)
+    processor = SteeringProcessor(llm, None, max_new_tokens=250)
     with pytest.raises(InvalidInputError, match="10 tokens and 250 new tokens do not fit"):
         next(generate_tokens(llm, [5] * 10, processor=processor, max_new_tokens=250))

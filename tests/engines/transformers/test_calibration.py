@@ -19,9 +19,8 @@ from foretrace.engines.transformers.calibration import (
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
 from foretrace.lookahead.levels import BUDGETS
-from foretrace.steering import Goal
+from goals import compiled
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
 ENDS = [0]
@@ -56,15 +55,15 @@ def test_levels_cost_their_budgets(model: PreTrainedModel, hmm: HMM, attribute: 
     assert list(levels) == list(BUDGETS)
     for name, level in levels.items():
         assert level.price == pytest.approx(BUDGETS[name], rel=TOLERANCE)
-        goal = Goal(Lookahead(hmm, attribute, 12), level.strength)
+        goal = compiled(hmm, attribute, 12, level.strength)
         assert runs.price(goal) == pytest.approx(level.price, rel=1e-4)
 
 
 def test_price_is_that_of_the_sampler(model: PreTrainedModel, hmm: HMM) -> None:
     """Both estimate the same mean, from different random numbers."""
-    goal = Goal(Lookahead(hmm, attributes()[0], 6), 3.0)
+    goal = compiled(hmm, attributes()[0], 6, 3.0)
     torch.manual_seed(1)
-    drawn = Sampler(model, ENDS, max_new_tokens=6, top_p=1.0).draw(PROMPTS, 300, [goal])
+    drawn = Sampler(model, ENDS, max_new_tokens=6, top_p=1.0).draw(PROMPTS, 300, goal)
     rows = [row for prompt in drawn for row in prompt]
     nats = sum(row.price * len(row.tokens) for row in rows)
     expected = nats / sum(len(row.tokens) for row in rows)
@@ -73,10 +72,11 @@ def test_price_is_that_of_the_sampler(model: PreTrainedModel, hmm: HMM) -> None:
 
 
 def test_runs_use_the_same_random_numbers(model: PreTrainedModel, hmm: HMM) -> None:
-    lookahead = Lookahead(hmm, attributes()[0], 8)
     seen: list[int] = []
-    runs = SteeredRuns(model, PROMPTS, ends=ENDS, max_new_tokens=8, observe=seen.append)
-    prices = [runs.price(Goal(lookahead, strength)) for strength in (1.0, 1.0, 1.01)]
+    runs = SteeredRuns(model, PROMPTS, ends=ENDS, max_new_tokens=8, on_progress=seen.append)
+    prices = [
+        runs.price(compiled(hmm, attributes()[0], 8, strength)) for strength in (1.0, 1.0, 1.01)
+    ]
     assert prices[0] == prices[1] < prices[2] < 1.05 * prices[0]
     assert seen == [*range(1, 9)] * 3
 

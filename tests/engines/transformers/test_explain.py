@@ -10,14 +10,13 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from transformers import AutoModelForCausalLM
 
-from foretrace.attribute import Attribute
+from foretrace.attribute import Attribute, LogitAffine
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.engines.transformers.explain import explain
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
-from goals import plain_goal
+from foretrace.steering import Compiler, Goal
 from tiny_lm import WORDS
 
 VOCAB = len(WORDS)
@@ -26,18 +25,29 @@ PROMPT, WRITTEN, LIMIT = [3, 4], [5, 6, 7], 6
 
 @pytest.fixture(scope="module")
 def goals() -> list[Goal]:
-    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     weights = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0))
     one, two = map(Attribute.from_weights, weights)
-    return [plain_goal(Lookahead(hmm, one, 8), 3.0, -1.0), plain_goal(Lookahead(hmm, ~two, 8))]
+    return [
+        Goal(one, transform=LogitAffine(3.0, -1.0), neutral_end=False),
+        Goal(~two, neutral_end=False),
+    ]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(HMM.random(8, VOCAB, eos_token_id=0, seed=0), 8)
 
 
 @pytest.mark.shows("transformers generate", "explain")
-def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> None:
+def test_it_tells_what_the_processor_does(
+    tiny_lm: Path, goals: list[Goal], compiler: Compiler
+) -> None:
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
-    choices = explain(lm, PROMPT, WRITTEN, goals, max_new_tokens=LIMIT, candidates=VOCAB)
+    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
+    choices = explain(lm, PROMPT, WRITTEN, goals, compiler, **settings)
     mask = torch.ones(1, len(PROMPT))
-    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=LIMIT)
+    goal = compiler.compile(goals)
+    processor = SteeringProcessor(goal, prompt_mask=mask, max_new_tokens=LIMIT)
     for place, choice in enumerate(choices):
         ids = torch.tensor([[*PROMPT, *WRITTEN[:place]]])
         with torch.inference_mode():
@@ -60,24 +70,28 @@ def test_it_tells_what_the_processor_does(tiny_lm: Path, goals: list[Goal]) -> N
         assert choice.price == pytest.approx(float((steered * ratios).sum()), abs=1e-5)
 
 
-def test_after_the_prompt_it_is_the_lookaheads_own(tiny_lm: Path, goals: list[Goal]) -> None:
+def test_after_the_prompt_it_is_the_lookaheads_own(
+    tiny_lm: Path, goals: list[Goal], compiler: Compiler
+) -> None:
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
-    (choice, *_) = explain(lm, PROMPT, WRITTEN, goals, max_new_tokens=LIMIT)
-    eaps = [goal.lookahead.eap(torch.tensor(PROMPT), LIMIT - 1) for goal in goals]
+    (choice, *_) = explain(lm, PROMPT, WRITTEN, goals, compiler, max_new_tokens=LIMIT)
+    lookaheads = [Lookahead(compiler.hmm, goal.attribute, 8) for goal in goals]
+    eaps = [one.eap(torch.tensor(PROMPT), LIMIT - 1) for one in lookaheads]
     for each in choice.candidates:
         assert each.eap == pytest.approx([float(eap[each.token]) for eap in eaps], abs=1e-6)
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_evidence_is_shown_relative_to_its_mean(tiny_lm: Path, once: bool) -> None:
+def test_evidence_is_shown_relative_to_its_mean(
+    tiny_lm: Path, once: bool, compiler: Compiler
+) -> None:
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
-    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     rewards = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
-    goal = Goal(Lookahead(hmm, Attribute.from_rewards(rewards, first_only=once), 8), 9.0)
+    goal = Goal(Attribute.from_rewards(rewards, first_only=once), 9.0)
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
-    choices = explain(lm, PROMPT, WRITTEN, [goal], **settings)
+    choices = explain(lm, PROMPT, WRITTEN, [goal], compiler, **settings)
     first, *_, last = choices
-    exact = Lookahead(hmm.to(dtype=torch.float64), goal.lookahead.attribute, 8)
+    exact = Lookahead(compiler.hmm.to(dtype=torch.float64), goal.attribute**9.0, 8)
     eap = exact.eap(torch.tensor(PROMPT), LIMIT - 1)
     mean = sum(each.lm * float(eap[each.token]) for each in first.candidates)
     for each in first.candidates:
@@ -87,19 +101,18 @@ def test_evidence_is_shown_relative_to_its_mean(tiny_lm: Path, once: bool) -> No
     assert (last.price <= 2.01) == once  # rewards that count once have a largest price
 
 
-def test_several_goals_are_explained_as_one_product(tiny_lm: Path) -> None:
+def test_several_goals_are_explained_as_one_product(tiny_lm: Path, compiler: Compiler) -> None:
     lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
-    hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     weights = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0))
-    one, two = (Lookahead(hmm, Attribute.from_weights(row), 8) for row in weights)
-    (both, *_) = explain(lm, PROMPT, WRITTEN, [Goal(one, 2.0), Goal(two, 3.0)])
-    merged = Lookahead(hmm, one.attribute**2.0 & two.attribute**3.0, 8)
-    (product, *_) = explain(lm, PROMPT, WRITTEN, [Goal(merged, 1.0)])
+    one, two = (Attribute.from_weights(row) for row in weights)
+    (both, *_) = explain(lm, PROMPT, WRITTEN, [Goal(one, 2.0), Goal(two, 3.0)], compiler)
+    merged = Goal(one**2.0 & two**3.0, 1.0)
+    (product, *_) = explain(lm, PROMPT, WRITTEN, [merged], compiler)
     for each, same in zip(both.candidates, product.candidates, strict=True):
         assert each.steered == pytest.approx(same.steered, abs=1e-6)
     assert len(both.expected) == 2
 
 
-def test_nothing_to_explain_is_refused(goals: list[Goal]) -> None:
+def test_nothing_to_explain_is_refused(goals: list[Goal], compiler: Compiler) -> None:
     with pytest.raises(InvalidInputError, match="needs a prompt"):
-        explain(None, PROMPT, [], goals)  # type: ignore[arg-type]
+        explain(None, PROMPT, [], goals, compiler)  # type: ignore[arg-type]

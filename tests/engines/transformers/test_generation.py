@@ -1,5 +1,9 @@
 """Answers to chats: the template, and ends of turns, on a tiny LM."""
 
+import gc
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,8 +13,9 @@ from foretrace.attribute import Attribute
 from foretrace.chat import as_messages, encode_chat
 from foretrace.engines.transformers import encode_prompts, generate, turn_ends
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from foretrace.hmm import HMM
+from foretrace.steering import Compiler, Goal
+from goals import compiled
 from tiny_lm import chat_tokenizer, tiny_hmm, tiny_model, word_tokenizer
 
 END = 1
@@ -47,7 +52,7 @@ def test_the_end_of_a_turn_is_neutral() -> None:
     model, hmm = tiny_model(tokenizer), tiny_hmm(tokenizer)
     weights = torch.full((len(tokenizer),), 0.01)
     weights[END] = 1.0  # the HMM does not know that this token ends texts
-    goal = Goal(Lookahead(hmm, Attribute.from_weights(weights), 8), strength=3.0)
+    goal = compiled(hmm, Attribute.from_weights(weights), 8, 3.0)
     torch.manual_seed(0)
     answers = generate(model, tokenizer, [as_messages("w1")] * 20, goal=goal, max_new_tokens=8)
     assert sum(len(answer.split()) for answer in answers) > 100
@@ -63,3 +68,32 @@ def test_a_chat_needs_a_template() -> None:
     tokenizer = word_tokenizer()
     with pytest.raises(InvalidInputError, match="no chat template"):
         generate(tiny_model(tokenizer), tokenizer, [as_messages("w1")])
+
+
+def resident_memory() -> int:
+    """Return the bytes of memory that the process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@pytest.mark.parametrize("own", [False, True], ids=["one goal", "goals of their own"])
+def test_a_thousand_calls_leave_nothing_behind(own: bool) -> None:
+    """A goal has tables of 140 kB: if one call in five leaked them, it would show."""
+    tokenizer = word_tokenizer()
+    model, hmm = tiny_model(tokenizer), HMM.random(2048, len(tokenizer), eos_token_id=0)
+    compiler = Compiler(hmm, horizon=16, memory=1 << 20)
+    weights = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(0))
+    attribute = Attribute.from_weights(weights)
+    goal, sizes = compiler.compile(Goal(attribute, 1.0)), []
+    gc.disable()  # reference counts alone must free what is not used
+    try:
+        for call in range(1_000):
+            if own:
+                goal = compiler.compile(Goal(attribute, 1.0 + call / 1_000))
+            generate(model, tokenizer, ["w1"], goal=goal, max_new_tokens=1)
+            if call in (99, 999):
+                sizes.append(resident_memory())
+    finally:
+        gc.enable()
+    assert sizes[1] <= 1.03 * sizes[0]

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from foretrace.engines.transformers import growing_cache as module
+from foretrace.engines.transformers import batch as module
 
 
 def growing_cache() -> Any:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from foretrace.engines.transformers.rows import Rows
+from foretrace.engines.transformers.batch import LMBatch
 from tiny_lm import tiny_model, word_tokenizer
 
 PROMPTS = [[5, 6, 7], [9]]
@@ -28,7 +28,7 @@ def predict(lm: Any, sequences: list[list[int]]) -> torch.Tensor:
 
 
 def test_rows_predict_what_a_full_pass_predicts(lm: Any) -> None:
-    rows = Rows(lm, PROMPTS, copies=2)
+    rows = LMBatch(lm, PROMPTS, copies=2)
     sequences = [list(prompt) for prompt in PROMPTS for _ in range(2)]
     for step in range(4):
         torch.testing.assert_close(rows.logits, predict(lm, sequences), rtol=1e-4, atol=1e-4)
@@ -39,7 +39,7 @@ def test_rows_predict_what_a_full_pass_predicts(lm: Any) -> None:
 
 
 def test_a_copy_shares_the_model_and_nothing_that_grows(lm: Any) -> None:
-    rows = Rows(lm, PROMPTS)
+    rows = LMBatch(lm, PROMPTS)
     before, copied = rows.logits.clone(), deepcopy(rows)
     copied.append(torch.tensor([1, 2]))
     assert copied.model is rows.model

@@ -15,8 +15,7 @@ from foretrace.attribute import Attribute
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.engines.transformers.sampler import TOP_K, Sampler, draw_nucleus
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal
+from foretrace.steering import CompiledGoal
 from goals import plain_goal
 from tiny_lm import WORDS
 
@@ -30,19 +29,19 @@ def lm(tiny_lm: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def goals() -> list[list[Goal]]:
+def goals() -> list[CompiledGoal | None]:
     hmm = HMM.random(8, VOCAB, eos_token_id=0, seed=0)
     weights = torch.rand(VOCAB, generator=torch.Generator().manual_seed(0))
-    return [[plain_goal(Lookahead(hmm, Attribute.from_weights(weights), 8), 3.0)], []]
+    return [plain_goal(hmm, Attribute.from_weights(weights), 8, 3.0), None]
 
 
 def expected(
-    lm: Any, prompt: list[int], tokens: list[int], goals: list[Goal]
+    lm: Any, prompt: list[int], tokens: list[int], goal: CompiledGoal | None
 ) -> tuple[float, float]:
     """Compute the log-probability and the price of a continuation, as transformers would."""
     spent: list[Tensor] = []
     processor = SteeringProcessor(
-        [goals], prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, observe=spent.append
+        goal, prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, on_price=spent.append
     )
     total = 0.0
     for place, token in enumerate(tokens):
@@ -55,7 +54,9 @@ def expected(
 
 
 @pytest.mark.shows("transformers sampler", "sampling", "batch")
-def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goal]]) -> None:
+def test_probabilities_are_those_of_what_was_drawn(
+    lm: Any, goals: list[CompiledGoal | None]
+) -> None:
     """Of prompts of unlike length, steered and bare in one batch."""
     torch.manual_seed(0)
     drawn = Sampler(lm, [0], NEW, TOP_P).draw(PROMPTS, 5, goals)
@@ -68,7 +69,7 @@ def test_probabilities_are_those_of_what_was_drawn(lm: Any, goals: list[list[Goa
             log_probability, price = expected(lm, prompt, each.tokens, mine)
             assert each.log_probability == pytest.approx(log_probability, abs=1e-4)
             assert each.price == pytest.approx(price, abs=1e-5)
-            assert (each.price > 0) == bool(mine)
+            assert (each.price > 0) == (mine is not None)
 
 
 def test_a_nucleus_is_exact_whether_it_is_small_or_large() -> None:

@@ -15,9 +15,8 @@ from foretrace.attribute import Attribute
 from foretrace.engines.token_bytes import contains
 from foretrace.engines.transformers import Goals, encode_prompts, generate_tokens
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, PrefixTracker, Request
-from goals import plain_goal
+from foretrace.steering import Compiler, Goal, Request
+from goals import plain_goal, steer
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["The weather in Paris", "She opened the door and", "My"]
@@ -59,13 +58,13 @@ def write(lm: Any, tokenizer: Any, prompts: list[str], goals: Goals, **options: 
 
 def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: Attribute) -> None:
     """Padded on the left, with goals of their own or none; a second call; past the horizon."""
-    near, far = Lookahead(hmm, attribute, 4), Lookahead(hmm, ~attribute, 64)
-    own: list[list[Goal]] = [[plain_goal(near, 3.0)], [plain_goal(far), plain_goal(near)], []]
+    both = [Goal(~attribute), Goal(attribute, 1.0)]
+    own = [plain_goal(hmm, attribute, 4, 3.0), Compiler(hmm).compile(both), None]
     together = write(lm, tokenizer, PROMPTS, own)
     assert together == write(lm, tokenizer, PROMPTS, own)
-    for prompt, goals, row in zip(PROMPTS, own, together, strict=True):
-        assert [row] == write(lm, tokenizer, [prompt], [goals])
-    bare = write(lm, tokenizer, PROMPTS, [])
+    for prompt, goal, row in zip(PROMPTS, own, together, strict=True):
+        assert [row] == write(lm, tokenizer, [prompt], goal)
+    bare = write(lm, tokenizer, PROMPTS, None)
     assert together[2] == bare[2]
     assert together[0] != bare[0]
     assert together[1] != bare[1]
@@ -75,8 +74,8 @@ def test_a_batch_equals_its_rows(lm: Any, tokenizer: Any, hmm: HMM, attribute: A
 def test_beams_keep_their_states(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """Of the words of even numbers none is written, whichever beam they are on."""
     odd = (torch.arange(hmm.vocab_size) % 2).float()
-    goal = plain_goal(Lookahead(hmm, Attribute.from_weights(odd), 64))
-    rows = write(lm, tokenizer, PROMPTS, [goal], num_beams=3, num_return_sequences=2)
+    goal = plain_goal(hmm, Attribute.from_weights(odd), 64)
+    rows = write(lm, tokenizer, PROMPTS, goal, num_beams=3, num_return_sequences=2)
     assert len(rows) == 2 * len(PROMPTS)
     assert all(token % 2 == 1 or token == 0 for row in rows for token in row)
 
@@ -113,23 +112,23 @@ def _next_token_logits(lm: Any, prompts: list[list[int]]) -> Tensor:
 
 
 def _steered(hmm: HMM, attribute: Attribute, prompts: list[list[int]], logits: Tensor) -> Tensor:
-    goal = plain_goal(Lookahead(hmm, attribute, 64), scale=2.0)
-    steering = PrefixTracker(hmm)
-    steering.step([Request((goal,), tuple(ids), 20) for ids in prompts], [[] for _ in prompts])
-    return steering.reweight(logits).double().softmax(-1)
+    goal = plain_goal(hmm, attribute, 64, scale=2.0)
+    requests = [Request(goal, tuple(ids), 20) for ids in prompts]
+    return steer(hmm, requests, [[]] * len(prompts), logits).double().softmax(-1)
 
 
 @pytest.mark.shows("transformers generate", "constraints")
 def test_what_must_occur_occurs_after_every_prompt(lm: Any, tokenizer: Any, hmm: HMM) -> None:
     """100 prompts: the one text is always there, within the length, and the others never."""
     must, must_not = "refund", [" the", "The"]
-    goal = plain_goal(Lookahead(hmm, contains(must, tokenizer) & ~contains(must_not, tokenizer)))
+    attribute = contains(must, tokenizer) & ~contains(must_not, tokenizer)
+    goal = plain_goal(hmm, attribute, 64)
     beginnings = (Path(__file__).parents[1] / "beginnings.txt").read_text().splitlines()
     prompts = [beginnings[place % len(beginnings)] for place in range(100)]
     torch.manual_seed(0)
     for start in range(0, len(prompts), 25):
         encoded = encode_prompts(tokenizer, prompts[start : start + 25])
-        found = generate_tokens(lm, tokenizer, encoded, goal=[goal], max_new_tokens=NEW, top_p=0.9)
+        found = generate_tokens(lm, tokenizer, encoded, goal=goal, max_new_tokens=NEW, top_p=0.9)
         for written in found:
             text = tokenizer.decode(written, skip_special_tokens=True)
             assert must in text

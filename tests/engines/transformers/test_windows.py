@@ -1,5 +1,6 @@
 """Goals with a marker and a window in transformers: all tokens before the marker are as bare."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from foretrace.engines.transformers import SteeringProcessor, generate_tokens
 from foretrace.engines.transformers.explain import explain
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.steering import Goal, Marker
-from foretrace.steering.window import Window
+from foretrace.steering import CompiledGoal, Compiler, Goal, Marker
+from goals import compiled
 from tiny_lm import byte_tokenizer, tiny_hmm, tiny_model
 
 NEW, PROMPTS = 24, [[50, 60, 70], [80], [90, 40]]
@@ -34,16 +34,23 @@ def lm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def lookahead() -> Lookahead:
+def compiler() -> Compiler:
+    hmm = tiny_hmm(TOKENIZER)
+    config = replace(hmm.config, tokenizer_fingerprint=None)
+    return Compiler(HMM(hmm.initial, hmm.transition, hmm.emission, config))
+
+
+@pytest.fixture(scope="module")
+def attribute() -> Attribute:
     weights = torch.rand(len(TOKENIZER), generator=torch.Generator().manual_seed(0))
-    return Lookahead(tiny_hmm(TOKENIZER), Attribute.from_weights(weights), 64)
+    return Attribute.from_weights(weights)
 
 
 @pytest.fixture(scope="module")
 def marker() -> Marker:
     """A marker that thirty tokens spell, so that a random LM writes it soon."""
     spelled = [b"!" if token in MARKED else b"." for token in range(len(TOKENIZER))]
-    return Marker("!", spelled, "test")
+    return Marker("!", spelled)
 
 
 class Recorder(LogitsProcessor):
@@ -57,7 +64,9 @@ class Recorder(LogitsProcessor):
         return scores
 
 
-def write(lm: Any, goal: Goal | None, **options: Any) -> tuple[list[list[int]], list[Tensor]]:
+def write(
+    lm: Any, goal: CompiledGoal | None, **options: Any
+) -> tuple[list[list[int]], list[Tensor]]:
     """Generate with a seed; return the tokens, and the logits of every step."""
     recorder = Recorder()
     torch.manual_seed(0)
@@ -73,11 +82,11 @@ def first_after(row: list[int]) -> int:
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}])
 def test_everything_before_the_marker_is_as_bare(
-    lm: Any, lookahead: Lookahead, marker: Marker, options: dict[str, Any]
+    lm: Any, compiler: Compiler, attribute: Attribute, marker: Marker, options: dict[str, Any]
 ) -> None:
     """Rows reach the marker at different steps; until then tokens and logits are the same bits."""
     bare, bare_logits = write(lm, None, **options)
-    steered, logits = write(lm, Goal(lookahead, 20.0, after=marker), **options)
+    steered, logits = write(lm, compiler.compile(Goal(attribute, 20.0, after=marker)), **options)
     begins = [first_after(row) for row in bare]
     assert len(set(begins)) > 1
     assert min(begins) < NEW
@@ -90,13 +99,12 @@ def test_everything_before_the_marker_is_as_bare(
 
 
 def test_after_the_window_logits_are_those_of_the_lm(
-    lm: Any, lookahead: Lookahead, marker: Marker
+    lm: Any, compiler: Compiler, attribute: Attribute, marker: Marker
 ) -> None:
-    rows, logits = write(lm, Goal(lookahead, 20.0, after=marker, window=3), do_sample=False)
+    goal = Goal(attribute, 20.0, after=marker, window=3)
+    rows, logits = write(lm, compiler.compile(goal), do_sample=False)
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, rows, strict=True)):
-        choices = explain(
-            lm, prompt, tokens, [Goal(lookahead, 20.0, after=marker, window=3)], max_new_tokens=NEW
-        )
+        choices = explain(lm, prompt, tokens, [goal], compiler, max_new_tokens=NEW)
         begin = first_after(tokens)
         steered = [begin <= step < begin + 3 for step in range(NEW)]
         assert [choice.price > 1e-9 for choice in choices] == steered
@@ -106,10 +114,14 @@ def test_after_the_window_logits_are_those_of_the_lm(
 
 
 def test_beams_and_samples_keep_their_windows(
-    lm: Any, lookahead: Lookahead, marker: Marker, monkeypatch: pytest.MonkeyPatch
+    lm: Any,
+    compiler: Compiler,
+    attribute: Attribute,
+    marker: Marker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if the states were computed from all tokens in every step."""
-    goal = Goal(lookahead, 20.0, after=marker, window=6)
+    goal = compiler.compile(Goal(attribute, 20.0, after=marker, window=6))
     ways: list[dict[str, Any]] = [
         {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
         {"do_sample": True, "num_return_sequences": 2},
@@ -128,18 +140,18 @@ def test_beams_and_samples_keep_their_windows(
 
 
 def test_the_sampler_and_observers_see_no_price_before_the_marker(
-    lm: Any, lookahead: Lookahead, marker: Marker
+    lm: Any, compiler: Compiler, attribute: Attribute, marker: Marker
 ) -> None:
-    never = Marker("!!!", marker.token_bytes, "test")
+    never = Marker("!!!", marker.token_bytes)
     sampler = Sampler(lm, ends=[], max_new_tokens=2)
-    drawn = sampler.draw(PROMPTS, 2, [Goal(lookahead, 20.0, after=never)])
+    drawn = sampler.draw(PROMPTS, 2, compiler.compile(Goal(attribute, 20.0, after=never)))
     assert all(one.price == 0.0 for row in drawn for one in row)
     prices: list[Tensor] = []
     processor = SteeringProcessor(
-        [Goal(lookahead, 20.0, after=marker)],
+        compiler.compile(Goal(attribute, 20.0, after=marker)),
         prompt_mask=torch.ones(2, 1),
         max_new_tokens=NEW,
-        observe=prices.append,
+        on_price=prices.append,
     )
     for ids in ([[40], [40]], [[40, 41], [40, MARKED[0]]]):
         processor(torch.tensor(ids), torch.zeros(2, len(TOKENIZER)))
@@ -149,9 +161,10 @@ def test_the_sampler_and_observers_see_no_price_before_the_marker(
     ]
 
 
-def test_a_whole_answer_in_one_call(lm: Any, lookahead: Lookahead) -> None:
+def test_a_whole_answer_in_one_call(lm: Any, compiler: Compiler, attribute: Attribute) -> None:
     """With a real marker, in the prompt: a chat template may close an empty block of thoughts."""
-    goal = ft.Goal(lookahead, 20.0, after=ft.marker("</t>", TOKENIZER), window=4)
+    marker = ft.marker("</t>", TOKENIZER)
+    goal = compiler.compile(ft.Goal(attribute, 20.0, after=marker, window=4))
     texts = []
     for one in (None, goal):
         torch.manual_seed(0)
@@ -172,24 +185,25 @@ def test_a_real_lm_reasons_as_bare(smollm2: Path, options: dict[str, Any]) -> No
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     hmm = HMM.from_pretrained(Path(__file__).parents[3] / "examples" / "smollm2-135m")
     weights = torch.rand(hmm.vocab_size, generator=torch.Generator().manual_seed(0))
-    ahead = Lookahead(hmm, Attribute.from_weights(weights), 64)
+    attribute = Attribute.from_weights(weights)
     token_bytes = TokenBytes.of(tokenizer)
     chat = [{"role": "user", "content": "Name a colour."}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(prompt).input_ids
     settings: dict[str, Any] = {"max_new_tokens": 32, "eos_token_id": None, **options}
 
-    def written(goal: Goal | None) -> list[int]:
+    def written(goal: CompiledGoal | None) -> list[int]:
         torch.manual_seed(1)
         return generate_tokens(model, tokenizer, [ids], goal=goal, **settings)[0]
 
     bare = written(None)
     begins = {}
     for text in (".", "<|im_end|>"):
-        window = Window(token_bytes.marker(text), 16)
-        if (begin := window.read(ids, bare).begin) is not None and begin < len(bare):
+        goal = compiled(hmm, attribute, 64, 8.0, after=token_bytes.marker(text), window=16)
+        span = goal.window.span(ids, bare)
+        if span is not None and (begin := span.start) < len(bare):
             begins[text] = begin
-            steered = written(Goal(ahead, 8.0, after=window.after, window=window.until))
+            steered = written(goal)
             assert steered[:begin] == bare[:begin]
             assert steered != bare
     assert begins

@@ -19,7 +19,7 @@ from foretrace.engines.vllm.table_store import TableStore
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering.conjunction import conjunction
+from foretrace.steering import Compiler
 
 WORDS = 40
 HORIZON = 6
@@ -85,11 +85,12 @@ def test_a_table_is_that_of_the_conjunction(
     params, builder = _params(goal, **more), _builder(hmm, folder)
     (key,) = builder.build(params).tables
     found = builder.store.lookahead(key, hmm, HORIZON)
-    attribute = conjunction(params.goals[0].operands, _load_all(folder), None, hmm)
-    exact = Lookahead(hmm, attribute, HORIZON)
+    goals = params.goals[0].goals(_load_all(folder))
+    exact = Compiler(hmm, HORIZON).compile(goals).factors[0].lookahead
+    assert isinstance(exact, Lookahead)
     assert torch.equal(found.tables.values, exact.tables.values)
     assert torch.equal(found.tables.log_scales, exact.tables.log_scales)
-    assert torch.equal(found.token_weights, exact.token_weights)
+    assert torch.equal(found.token_weights(), exact.token_weights())
 
 
 def test_an_admission_names_all_that_the_decoding_process_loads(hmm: HMM, folder: Path) -> None:
@@ -112,11 +113,8 @@ def test_a_marker_is_compiled_once_and_finds_its_text(hmm: HMM, folder: Path) ->
     for goal in ("formal", "mixed"):
         (key,) = builder.build(_params(goal, after="ab")).markers.values()
     assert events == ["build"] * 3  # two tables and one marker
-    marker, state = builder.store.marker(key), torch.zeros(1, dtype=torch.long)
-    for token in (3, 1, 2):  # c a b
-        assert int(state) != marker.found
-        state = marker.dfa.step(state, torch.tensor([token]))
-    assert int(state) == marker.found
+    marker = builder.store.marker(key, builder.marker("ab"))
+    assert marker.end_of_first([3, 1, 2, 1, 2]) == 3  # c a b
     with pytest.raises(InvalidInputError, match="markers need the tokenizer, which this server "):
         _builder(hmm, folder).admit(_params("formal", after="ab"))
 
@@ -246,12 +244,11 @@ def test_bounds_are_not_below_the_sizes(expression: str) -> None:
     except InvalidInputError:
         return
     hmm = HMM.random(2, WORDS, eos_token_id=0, seed=0)
-    attribute = conjunction(
-        params.goals[0].operands, loaded, lambda one: LETTERS.contains(one.texts), hmm
-    )
+    goals = params.goals[0].goals(loaded, lambda one: LETTERS.contains(one.texts))
+    ((attribute, _),) = Compiler(hmm, HORIZON).merge(goals)
     assert len(attribute.terms) <= 16
     assert attribute.terms.num_states <= 64
-    assert not attribute.evidence or attribute.terms.is_product
+    assert attribute.is_never_true or not attribute.evidence or attribute.terms.is_product
 
 
 def test_the_bound_of_states_is_met_by_texts_that_share_nothing(hmm: HMM, folder: Path) -> None:
@@ -269,7 +266,7 @@ def test_a_replaced_attribute_is_another(hmm: HMM, folder: Path) -> None:
     _write(folder, "formal", 7)
     (after,) = builder.build(_params("formal")).tables
     weights = [
-        builder.store.lookahead(key, hmm, HORIZON).token_weights
+        builder.store.lookahead(key, hmm, HORIZON).token_weights()
         for key in (before.tables[0], after)
     ]
     assert not torch.equal(*weights)

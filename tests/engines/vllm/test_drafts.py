@@ -14,9 +14,10 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from foretrace.engines.vllm import SteeringProcessor
 from foretrace.engines.vllm.admission import validate_params
+from foretrace.engines.vllm.core import RequestEntry
 from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
-from foretrace.steering import SlotSteering
+from foretrace.steering import Steering
 from second_runner_process import run_second_runner
 from small_server import small_server
 from tiny_lm import byte_tokenizer, write_tiny_lm
@@ -139,16 +140,22 @@ def test_every_drafted_row_is_steered_as_its_text(seed: int, cut: bool) -> None:
 def _assert_steered(processor: Any, context: Any, prefixes: list[list[int]]) -> None:
     steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
     for row, index in enumerate(context.expanded_idx_mapping.tolist()):
-        request = processor.entries[index].request
-        torch.testing.assert_close(steered[row], _expected(request, prefixes[row]))
+        entry = processor.entries[index]
+        torch.testing.assert_close(steered[row], _expected(entry, prefixes[row]))
 
 
-def _expected(request: Any, text: list[int]) -> torch.Tensor:
+def _expected(entry: RequestEntry, text: list[int]) -> torch.Tensor:
     """Return the steered logits of a request that reads all its text at once."""
-    steering = SlotSteering(request.goals[0].lookahead.hmm)
-    reading = replace(request, prompt=tuple(text[:PROMPT]))
-    steering.read_generated([0], [reading], [text[PROMPT:]])
-    return steering.reweight_(torch.zeros(1, VOCAB_SIZE), [0])[0]
+    processor: Any = SteeringProcessor(_config(2), FakeRunner(0))
+    alone = RequestEntry(entry.params, None, entry.prompt_length, [], 0)
+    processor.core.open(alone, resumed=False)
+    assert processor.core.load(alone)
+    assert alone.request is not None
+    steering, logits = Steering(processor.core.hmm), torch.zeros(1, VOCAB_SIZE)
+    request = replace(alone.request, prompt=tuple(text[:PROMPT]))
+    steering.start({0: request}, {0: text[PROMPT:]})
+    steering.reweight_(logits, [0])
+    return logits[0]
 
 
 def test_slots_of_other_requests_and_after_preemption_are_read_again() -> None:
@@ -180,8 +187,7 @@ def test_drafts_that_are_not_set_are_no_error() -> None:
         context, prefixes = runner.step([0])
         context.input_ids[1:] = -1
         steered = processor.apply(torch.zeros(len(prefixes), VOCAB_SIZE), context)
-        request = processor.entries[0].request
-        torch.testing.assert_close(steered[0], _expected(request, prefixes[0]))
+        torch.testing.assert_close(steered[0], _expected(processor.entries[0], prefixes[0]))
         runner.texts[0] = prefixes[0] + runner.draw(1)
 
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import LogitAffine
-from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, GoalParams, SteeringParams, parse
+from foretrace.engines.vllm.params import MAX_GOALS, MAX_NAMES, SteeringParams, parse
 from foretrace.errors import InvalidInputError
+from foretrace.steering.goal_text import GoalText
 
 NAMES = ["nontoxic", "user-17", '"Twilight Sparkle"', "x", 'contains("a")']
 SLOWEST = 0.05  # seconds of this thread's own: others may use the machine
@@ -22,7 +23,7 @@ def _read(**arguments: Any) -> SteeringParams:
     return params
 
 
-def _operands(goal: GoalParams) -> list[tuple[str, float | str]]:
+def _operands(goal: GoalText) -> list[tuple[str, float | str]]:
     """Return each operand's expression, and its strength or level."""
     return [(str(one.expression), one.strength or one.level) for one in goal.operands]
 

@@ -18,7 +18,7 @@ from foretrace.engines.vllm.admission import validate_params
 from foretrace.engines.vllm.params import ADMISSION
 from foretrace.engines.vllm.processor import SteeringProcessorV1, SteeringProcessorV2
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead.price import prices
+from foretrace.steering.price import prices
 from small_server import small_server
 from tiny_lm import WORDS, word_tokenizer
 
@@ -176,9 +176,9 @@ def test_both_runners_steer_as_transformers_does(arguments: dict[str, Any]) -> N
     second: Any = SteeringProcessor(FakeConfig(2), states)
     second.add_request(0, params)
     first.core.load(first.entries[0])
-    goals = first.entries[0].request.goals
+    goal = first.entries[0].request.goal
     expected = TransformersProcessor(
-        goals, prompt_mask=torch.ones(1, 3), max_new_tokens=8, ends=[0]
+        goal, prompt_mask=torch.ones(1, 3), max_new_tokens=8, stop_ids=[0]
     )
     for length in range(len(generated) + 1):
         output[:] = generated[:length]

@@ -15,8 +15,10 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
+
 import foretrace as ft
 from foretrace.attribute import Attribute
+from foretrace.attribute.expression import Contains
 from foretrace.chat import as_messages
 from foretrace.cli.playground.backends import PlaygroundRequest, ServerBackend
 from foretrace.engines.transformers import generate_tokens
@@ -24,8 +26,7 @@ from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering.conjunction import conjunction
-from foretrace.steering.window import Window
+from foretrace.steering.markers import CompiledMarker
 from random_attributes import write_random
 from second_runner_process import run_second_runner
 from server import ONE_PROCESS, RealServer, ask_all, completion, serving, steered
@@ -67,7 +68,7 @@ class TransformersEngine:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         names = ("a0", "a1", "a2")
         self.loaded = {name: Attribute.load(attributes / f"{name}.safetensors") for name in names}
-        self.goals: dict[str, list[ft.Goal]] = {}
+        self.goals: dict[str, ft.CompiledGoal | None] = {}
 
     def write(
         self, prompts: list[list[int]], asked: list[dict[str, Any] | None], length: int
@@ -77,46 +78,37 @@ class TransformersEngine:
             self.model,
             self.tokenizer,
             prompts,
-            goal=[self._goals(goal or {}) for goal in asked],
+            goal=[self._goal(goal or {}) for goal in asked],
             max_new_tokens=length,
             do_sample=False,
             temperature=None,
             top_p=None,
         )
 
-    def _goals(self, given: dict[str, Any]) -> list[ft.Goal]:
+    def _goal(self, given: dict[str, Any]) -> ft.CompiledGoal | None:
         text = json.dumps(given)
         if text not in self.goals:
             self.goals[text] = self._build(given)
         return self.goals[text]
 
-    def _build(self, given: dict[str, Any]) -> list[ft.Goal]:
+    def _build(self, given: dict[str, Any]) -> ft.CompiledGoal | None:
         asked = parse(given)
         if asked is None:
-            return []
-        horizon = 64 if asked.horizon is None else asked.horizon
-        goals = []
-        for goal in asked.goals:
-            attribute = conjunction(
-                goal.operands,
-                self.loaded,
-                lambda each: ft.contains(each.texts, self.tokenizer),
-                self.hmm,
-            )
-            lookahead = ft.Lookahead(self.hmm, attribute, horizon)
-            after = None if asked.after is None else ft.marker(asked.after, self.tokenizer)
-            assert not isinstance(asked.window, str)
-            goals.append(
-                ft.Goal(
-                    lookahead,
-                    1.0,
-                    transform=goal.transform,
-                    neutral_end=asked.neutral_end,
-                    after=after,
-                    window=asked.window,
-                )
-            )
-        return goals
+            return None
+        compiler = ft.Compiler(self.hmm, 64 if asked.horizon is None else asked.horizon)
+        assert not isinstance(asked.window, str)
+        settings = {
+            "neutral_end": asked.neutral_end,
+            "after": None if asked.after is None else ft.marker(asked.after, self.tokenizer),
+            "window": asked.window,
+        }
+
+        def contains(one: Contains) -> Attribute:
+            return ft.contains(one.texts, self.tokenizer)
+
+        return compiler.compile(
+            [goal for text in asked.goals for goal in text.goals(self.loaded, contains, **settings)]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +254,9 @@ def test_everything_before_a_marker_is_as_bare(
             address, [completion(words, goal, max_tokens=24, logprobs=1) | sampling]
         )
         prompt = tokenizer(words).input_ids  # one of them ends with its marker
-        begin = Window(ft.marker(marker, tokenizer)).read(prompt, _tokens(bare)).begin
+        found = CompiledMarker.of(ft.marker(marker, tokenizer))
+        at_once = found.marker.is_suffix_of(prompt)
+        begin = 0 if at_once else found.end_of_first(_tokens(bare))
         assert begin is not None
         assert _tokens(answer)[:begin] == _tokens(bare)[:begin]
         steered_logprobs, bare_logprobs = (

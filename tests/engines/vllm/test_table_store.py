@@ -13,18 +13,12 @@ import torch
 
 from foretrace import _io
 from foretrace.attribute import Attribute
-from foretrace.attribute.substring import substring_dfa
-from foretrace.engines.vllm.params import Admission
-from foretrace.engines.vllm.table_store import (
-    LOW_WATER,
-    ByteLRU,
-    CompiledMarker,
-    ResidentTables,
-    TableStore,
-)
+from foretrace.engines.vllm.table_store import LOW_WATER, ByteLRU, TableLoader, TableStore
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
+from foretrace.steering import Marker
+from foretrace.steering.markers import CompiledMarker
 
 HORIZON, TOKENS = 3, 10
 TINY = HMM.random(4, TOKENS, eos_token_id=0, seed=0)
@@ -87,13 +81,14 @@ def test_the_size_of_a_goal_says_what_its_text_needs(tmp_path: Path) -> None:
 
 def test_a_marker_is_read_as_it_was_compiled(tmp_path: Path) -> None:
     store = TableStore(tmp_path, 1 << 20)
-    dfa, _ = substring_dfa(["ab"], LETTERS)
-    store.add_marker("key", CompiledMarker(dfa, 2))
-    read = store.marker("key")
-    assert read.found == 2
-    assert torch.equal(read.dfa.transitions, dfa.transitions)
-    assert torch.equal(read.dfa.tokens, dfa.tokens)
-    assert read.nbytes == CompiledMarker(dfa, 2).nbytes
+    marker = Marker("ab", LETTERS)
+    compiled = CompiledMarker.of(marker)
+    store.add_marker("key", compiled)
+    read = store.marker("key", marker)
+    assert (read.marker, read.found) == (marker, compiled.found)
+    assert torch.equal(read.dfa.transitions, compiled.dfa.transitions)
+    assert torch.equal(read.dfa.tokens, compiled.dfa.tokens)
+    assert read.nbytes == compiled.nbytes
 
 
 @pytest.mark.parametrize(("name", "value"), [("values", 1.5), ("values", -0.5), ("log_scales", 1)])
@@ -108,7 +103,7 @@ def test_a_damaged_table_is_refused_and_removed(tmp_path: Path, name: str, value
     with pytest.raises(InvalidFileError, match="key is damaged"):
         store.lookahead("key", TINY, HORIZON)
     with pytest.raises(InvalidFileError, match="key is damaged"):
-        ResidentTables(TINY, HORIZON, store, 1 << 20).lookahead("key")
+        TableLoader(store, TINY, HORIZON).prefetch(["key"], {}).result()
     assert not store.has("key")  # the next request has it built again
 
 
@@ -117,7 +112,7 @@ def test_a_file_that_is_cut_short_is_removed(tmp_path: Path) -> None:
     store.add_lookahead("key", lookahead())
     os.truncate(store.folder / "key" / "table", 100)
     with pytest.raises(ForetraceError):
-        ResidentTables(TINY, HORIZON, store, 1 << 20).lookahead("key")
+        TableLoader(store, TINY, HORIZON).prefetch(["key"], {}).result()
     assert not store.has("key")
 
 
@@ -279,16 +274,10 @@ def test_the_least_recently_used_value_is_dropped_first() -> None:
     assert [kept.get(key) for key in ("a", "c", "large")] == [None, None, "large"]
 
 
-def test_resident_tables_are_loaded_once(tmp_path: Path) -> None:
-    store, events = TableStore(tmp_path, 1 << 20), []
+def test_tables_and_markers_are_loaded_in_a_thread(tmp_path: Path) -> None:
+    store, marker = TableStore(tmp_path, 1 << 20), Marker("ab", LETTERS)
     store.add_lookahead("key", lookahead())
-    dfa, _ = substring_dfa(["ab"], LETTERS)
-    store.add_marker("marker", CompiledMarker(dfa, 2))
-    tables = ResidentTables(
-        TINY, HORIZON, store, 1 << 20, lambda event, value: events.append(event)
-    )
-    admission = Admission(["key"], [[1.0, 0.0]], None, True, "ab", None, {"ab": "marker"})
-    tables.prefetch(admission).result()
-    assert tables.lookahead("key") is tables.lookahead("key")
-    assert tables.marker("marker") is tables.marker("marker")
-    assert events == ["miss", "hit", "hit"]
+    store.add_marker("marker", CompiledMarker.of(marker))
+    loaded = TableLoader(store, TINY, HORIZON).prefetch(["key"], {"marker": marker}).result()
+    assert isinstance(loaded["key"], Lookahead)
+    assert isinstance(loaded["marker"], CompiledMarker)

@@ -91,9 +91,9 @@ def test_tokens_outside_the_window_keep_every_bit(
 ) -> None:
     """Inside it, both runners steer as transformers does, also after preemption."""
     prompt_ids, generated = (TOKENIZER(text).input_ids for text in (prompt, TEXT))
-    goals = _goals(arguments)
+    goal = _goal(arguments)
     expected = TransformersProcessor(
-        goals, prompt_mask=torch.ones(1, len(prompt_ids)), max_new_tokens=40, ends=[0]
+        goal, prompt_mask=torch.ones(1, len(prompt_ids)), max_new_tokens=40, stop_ids=[0]
     )
     first, last = len(TOKENIZER(begin).input_ids), len(TOKENIZER(end).input_ids)
     last += end == TEXT  # the token after the text
@@ -106,12 +106,12 @@ def test_tokens_outside_the_window_keep_every_bit(
             assert torch.equal(logits, _bare()[0])
 
 
-def _goals(arguments: dict[str, Any]) -> Any:
-    """Return the goals of a request, as the decoding process loads them."""
+def _goal(arguments: dict[str, Any]) -> Any:
+    """Return the goal of a request, as the decoding process loads it."""
     processor: Any = SteeringProcessor(FakeConfig(1), torch.device("cpu"), False)
     entry = processor._add(_validated(**arguments), [1], [])
     assert processor.core.load(entry)
-    return entry.request.goals
+    return entry.request.goal
 
 
 @pytest.mark.parametrize("runner", [_runner_v1, _runner_v2])

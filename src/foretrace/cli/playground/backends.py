@@ -144,7 +144,7 @@ class LocalBackend:
             self.tokenizer,
             generation.prompt_ids,
             generation.token_ids,
-            goals.goals,
+            goals,
             max_new_tokens=request.max_new_tokens,
             candidates=CANDIDATES,
         )

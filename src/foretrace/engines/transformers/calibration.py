@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import Attribute
-from foretrace.engines.transformers.rows import Rows
+from foretrace.engines.prompts import Goals, common_hmm
+from foretrace.engines.transformers.batch import LMBatch
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead import Lookahead
-from foretrace.lookahead.levels import BUDGETS, find_strength, hmm_strength
-from foretrace.lookahead.price import prices
-from foretrace.steering import Goal, Request, SlotSteering
+from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.steering import CompiledGoal, Compiler, Goal, Request, Steering
+from foretrace.steering.compiler import hmm_strength
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class PriceMeter(Protocol):
 
     max_new_tokens: int
 
-    def price(self, goals: Goal) -> float:
+    def price(self, goal: CompiledGoal) -> float:
         """Return the mean price of a goal in nats per generated token."""
 
 
@@ -74,9 +74,10 @@ def calibrate(
     if wrong := [budget for budget in budgets.values() if not budget > 0]:
         raise InvalidInputError(f"A budget must be above 0 nats per token, not {wrong[0]:g}.")
 
+    compiler = Compiler(hmm, meter.max_new_tokens, memory=0)
+
     def price(strength: float) -> float:
-        lookahead = Lookahead(hmm, attribute**strength, meter.max_new_tokens)
-        return meter.price(Goal(lookahead, 1.0))
+        return meter.price(compiler.compile(Goal(attribute, strength)))
 
     known: dict[float, float] = {}
     middle = median_low(budgets.values())
@@ -98,10 +99,10 @@ class SteeredRuns:
         model: A causal LM of transformers.
         prompts: Token ids of each prompt.
         ends: Tokens that end a text.
-        copies: Continuations of each prompt. By default, as many as make NUM_ROWS sequences.
+        copies: Continuations of each prompt. By default, NUM_ROWS sequences in all.
         max_new_tokens: Tokens to generate at most.
         seed: The random seed.
-        observe: Called with the number of tokens generated so far, at every step of a run.
+        on_progress: Called with the number of tokens generated so far, at every step of a run.
     """
 
     def __init__(
@@ -113,47 +114,50 @@ class SteeredRuns:
         copies: int | None = None,
         max_new_tokens: int = 24,
         seed: int = 0,
-        observe: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
         copies = copies or -(-NUM_ROWS // len(prompts))
         self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
         self._num_prompts = len(prompts)
         self.ends, self.max_new_tokens, self.seed = tuple(ends), max_new_tokens, seed
-        self.observe = observe
-        self._rows = Rows(model, prompts, copies)  # the prompts are read once
+        self.on_progress = on_progress
+        self._rows = LMBatch(model, prompts, copies)  # the prompts are read once
 
     @torch.inference_mode()
-    def price(self, goals: Goal | Sequence[Sequence[Goal]]) -> float:
+    def price(self, goal: Goals) -> float:
         """Return the mean price of a generated token, in nats.
 
         Args:
-            goals: A goal for all prompts, or the goals of each prompt.
+            goal: The goal of all prompts, or a goal for each prompt.
 
         Returns:
             Nats per token.
         """
-        each = [[goals]] * self._num_prompts if isinstance(goals, Goal) else goals
-        rows_of_prompt = len(self.prompts) // self._num_prompts
+        hmm = common_hmm(goal)
+        assert hmm is not None
+        each = [goal] * self._num_prompts if isinstance(goal, CompiledGoal) else goal or []
+        copies = len(self.prompts) // self._num_prompts
         requests = [
-            Request(tuple(each[row // rows_of_prompt]), prompt, self.max_new_tokens, ends=self.ends)
+            Request(each[row // copies], prompt, self.max_new_tokens, None, self.ends)
             for row, prompt in enumerate(self.prompts)
         ]
-        hmm = each[0][0].lookahead.hmm
-        rows, steering = deepcopy(self._rows), SlotSteering(hmm)
+        rows, steering = deepcopy(self._rows), Steering(hmm)
         slots = list(range(len(requests)))
-        steering.read_generated(slots, requests, [[]] * len(requests))
+        steering.start(dict(enumerate(requests)))
         generator = torch.Generator(rows.logits.device).manual_seed(self.seed)
         ends = torch.tensor(self.ends, dtype=torch.long, device=rows.logits.device)
         has_ended = torch.zeros(len(requests), dtype=torch.bool, device=rows.logits.device)
         total, count = 0.0, 0
         for num_generated in range(1, self.max_new_tokens + 1):
-            steered = steering.reweight_(rows.logits.clone(), slots)
-            total += float(prices(rows.logits, steered)[~has_ended].sum())
+            steered = rows.logits.clone()
+            prices = steering.reweight_(steered, slots, measure=True)
+            assert prices is not None
+            total += float(prices.nats.to(has_ended.device)[~has_ended].sum())
             count += int((~has_ended).sum())
             tokens = _draw(steered, generator)
             has_ended |= torch.isin(tokens, ends)
-            if self.observe is not None:
-                self.observe(num_generated)
+            if self.on_progress is not None:
+                self.on_progress(num_generated)
             if num_generated == self.max_new_tokens or bool(has_ended.all()):
                 break
             steering.advance(slots, tokens.to(hmm.device))
@@ -202,7 +206,7 @@ def write_openings(
     Returns:
         Token ids of each prompt.
     """
-    rows = Rows(model, [[start]], count)
+    rows = LMBatch(model, [[start]], count)
     generator = torch.Generator(rows.logits.device).manual_seed(seed)
     drawn = []
     for remaining in reversed(range(OPENING_TOKENS)):

@@ -1,17 +1,20 @@
 """Explanations of generated tokens: LM probability, EAP, steered probability, and price."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from foretrace.engines.prefix_tracker import PrefixTracker
 from foretrace.errors import InvalidInputError
-from foretrace.lookahead.price import prices
-from foretrace.steering import Goal, PrefixTracker, Request
-from foretrace.steering.merge_goals import merge_goals
+from foretrace.hmm import inference
+from foretrace.lookahead import Lookahead
+from foretrace.steering import CompiledGoal, Compiler, Goal, Request
+from foretrace.steering.goal import IDENTITY
+from foretrace.steering.state import predict_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,24 +51,16 @@ class Choice:
     """The price of steering here: KL(steered || bare) of the next token, in nats."""
 
 
-class _FactorRequest(Request):
-    """A request of one goal whose steps have no largest price, so that its factor is exact."""
-
-    @property
-    def max_price(self) -> float:
-        """Return infinity."""
-        return inf
-
-
 @torch.inference_mode()
 def explain(
     model: "PreTrainedModel",
     prompt: Sequence[int],
     written: Sequence[int],
     goals: Sequence[Goal],
+    compiler: Compiler,
     *,
     max_new_tokens: int | None = None,
-    ends: Sequence[int] = (),
+    stop_ids: Sequence[int] = (),
     candidates: int = 5,
 ) -> list[Choice]:
     """Explain every token of a continuation, whether it was steered or not.
@@ -74,11 +69,11 @@ def explain(
         model: A causal LM of transformers.
         prompt: Token ids of the prompt.
         written: Token ids of the continuation.
-        goals: One goal or more. Several goals without a transform are one product; the EAP of each
-            is that of its own attribute, to the power of its strength.
-        max_new_tokens: Tokens that the continuation could have had at most; by default, as many as
-            it has.
-        ends: Tokens that end a text, in addition to the HMM's.
+        goals: One goal or more. Several goals without a transform are one product. Each has an EAP
+            of its own: of its attribute to the power of its strength.
+        compiler: Compiles the goals.
+        max_new_tokens: Tokens that the continuation could have had at most; by default, its length.
+        stop_ids: Tokens that end a text, in addition to the HMM's.
         candidates: How many of the most probable tokens to list at each position.
 
     Returns:
@@ -89,8 +84,8 @@ def explain(
 
     Example:
         >>> from foretrace.engines.transformers.explain import explain
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
-        >>> choices = explain(model, [5, 6], [7, 8, 9], [goal], candidates=3)
+        >>> goal, compiler = ft.Goal(attribute, strength=2.0), ft.Compiler(hmm, horizon=8)
+        >>> choices = explain(model, [5, 6], [7, 8, 9], [goal], compiler, candidates=3)
         >>> [choice.written.token for choice in choices]
         [7, 8, 9]
     """
@@ -99,34 +94,57 @@ def explain(
             "Explaining needs a prompt, a continuation and at least one goal. One of them is empty."
         )
     limit = max(len(written), max_new_tokens or 0)
-    settings = (tuple(prompt), limit, None, tuple(ends))
-    request = Request(merge_goals(goals), *settings)
-    # With strength 1 a goal's factor is its EAP: one row for each goal.
-    factor_requests = [_FactorRequest((_factor_goal(goal),), *settings) for goal in goals]
-    hmm = goals[0].lookahead.hmm
-    tracker, factor_tracker = PrefixTracker(hmm), PrefixTracker(hmm, absolute=True)
+    request = Request(compiler.compile(goals), tuple(prompt), limit, None, tuple(stop_ids))
+    alone = [
+        _log_eaps(compiler.compile(goal), prompt, written, limit)
+        for goal in map(_without_transform, goals)
+    ]
+    tracker = PrefixTracker(compiler.hmm)
     choices = []
     for position, logits in enumerate(_logits(model, prompt, written)):
-        generated = written[:position]
-        tracker.step([request], [generated])
-        factor_tracker.step(factor_requests, [generated] * len(goals))
-        steered = tracker.reweight(logits[None])
-        log_eaps = factor_tracker.reweight(logits.new_zeros(len(goals), len(logits)))
+        tracker.step([request], [written[:position]])
+        steered = logits[None].clone()
+        prices = tracker.reweight_(steered, measure=True)
         lm = logits.softmax(-1)
-        eaps = torch.stack([_eap(goal, row, lm) for goal, row in zip(goals, log_eaps, strict=True)])
+        eaps = torch.stack(
+            [_relative(goal, next(eap).to(lm), lm) for goal, eap in zip(goals, alone, strict=True)]
+        )
         choice = _choice(written[position], lm, eaps, steered[0].softmax(-1), candidates)
-        choices.append(replace(choice, price=float(prices(logits[None], steered))))
+        choices.append(replace(choice, price=0.0 if prices is None else float(prices.nats[0])))
     return choices
 
 
-def _factor_goal(goal: Goal) -> Goal:
-    """Return the goal whose factor is the EAP of a goal's lookahead, at its strength."""
-    return Goal(goal.lookahead, 1.0, neutral_end=False, after=goal.after, window=goal.window)
+def _without_transform(goal: Goal) -> Goal:
+    """Return a goal whose factor is the EAP itself. A goal with a transform has strength 1."""
+    if goal.transform.is_identity:
+        return goal
+    return replace(goal, strength=goal.strength or 1.0, transform=IDENTITY)
 
 
-def _eap(goal: Goal, log_eap: Tensor, lm: Tensor) -> Tensor:
-    """Return the EAP of every token; for evidence, relative to its mean under the LM: (V,)."""
-    if goal.lookahead.attribute.evidence:
+def _log_eaps(
+    goal: CompiledGoal, prompt: Sequence[int], written: Sequence[int], limit: int
+) -> Iterator[Tensor]:
+    """Yield the log EAP of every token at each position, (V,); 0 outside the goal's window."""
+    hmm, lookahead = goal.hmm, goal.factors[0].lookahead
+    assert isinstance(lookahead, Lookahead)
+    span = goal.window.span(prompt, written) or slice(len(written), None)
+    begin, end = span.start, len(written) if span.stop is None else min(span.stop, len(written))
+    outside = torch.zeros(hmm.vocab_size)
+    yield from itertools.repeat(outside, begin)
+    predicted = predict_after(hmm, torch.tensor([list(prompt)]), torch.tensor([len(prompt)]))
+    for token in written[:begin]:
+        if token < hmm.vocab_size:
+            ids = torch.tensor([token], device=hmm.device)
+            predicted = inference.step(hmm, predicted, ids).predicted
+    length = limit if span.stop is None else min(limit, span.stop)
+    yield from lookahead.log_eap_along(predicted, written[begin:end], length - begin)
+    yield from itertools.repeat(outside, len(written) - end)
+
+
+def _relative(goal: Goal, log_eap: Tensor, lm: Tensor) -> Tensor:
+    """Return the EAP over the LM's vocabulary; for evidence, relative to its mean under the LM."""
+    log_eap = torch.nn.functional.pad(log_eap, (0, len(lm) - len(log_eap)), value=-torch.inf)
+    if goal.attribute.evidence:
         log_eap = log_eap - (log_eap + lm.log()).logsumexp(-1)
     return log_eap.exp()
 

@@ -7,10 +7,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from foretrace.chat import Prompt
-from foretrace.engines.prompts import Goals, decode_after, encode_prompts, hmm_ends, turn_ends
-from foretrace.engines.transformers.padding import cut_at_end, pad_left
+from foretrace.engines.prompts import (
+    Goals,
+    common_hmm,
+    decode_after,
+    encode_prompts,
+    hmm_ends,
+    turn_ends,
+)
+from foretrace.engines.transformers.batch import cut_at_end, pad_left
 from foretrace.engines.transformers.processor import SteeringProcessor
-from foretrace.steering import Goal
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -22,7 +28,7 @@ def generate(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Prompt],
     *,
-    goal: Goal | Goals | None = None,
+    goal: Goals = None,
     max_new_tokens: int = 20,
     **options: Any,
 ) -> list[str]:
@@ -34,8 +40,7 @@ def generate(
         prompts: A list. Each prompt is a text to continue (an empty one begins a new text), or a
             chat, which is answered: a list of messages, `{"role": ..., "content": ...}`. A chat
             goes through the tokenizer's chat template.
-        goal: A goal, several goals for all prompts, or a list of goals for each prompt. Several
-            goals without a transform are one product.
+        goal: A compiled goal, or a goal or None for each prompt.
         max_new_tokens: Tokens to generate at most.
         **options: Options of `model.generate`. Sampling is on, without transformers' default top-k
             of 50, unless the options say otherwise.
@@ -50,7 +55,7 @@ def generate(
         TokenizerMismatchError: The HMM was made with another tokenizer.
 
     Example:
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
+        >>> goal = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
         >>> texts = ft.generate(model, tokenizer, ["hello", ""], goal=goal, max_new_tokens=4)
         >>> len(texts)
         2
@@ -78,7 +83,7 @@ def generate_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Sequence[int]],
     *,
-    goal: Goal | Goals | None = None,
+    goal: Goals = None,
     max_new_tokens: int = 20,
     **options: Any,
 ) -> list[list[int]]:
@@ -88,7 +93,7 @@ def generate_tokens(
         model: A causal LM of transformers.
         tokenizer: Its tokenizer.
         prompts: Token ids of each prompt, at least one.
-        goal: A goal, several goals for all prompts, or a list of goals for each prompt.
+        goal: A compiled goal, or a goal or None for each prompt.
         max_new_tokens: Tokens to generate at most.
         **options: Options of `model.generate`.
 
@@ -105,20 +110,19 @@ def generate_tokens(
         >>> max(map(len, rows)) <= 3
         True
     """
-    goals: Goals = [goal] if isinstance(goal, Goal) else goal or []
     config = options.get("generation_config") or model.generation_config
     ends = stop_tokens(config, hmm_ends(goal))
     if "eos_token_id" in options:  # None: no token ends a text
         ends = _as_list(options.pop("eos_token_id"))
     pad = next((token for token in (tokenizer.pad_token_id, *ends) if token is not None), 0)
     ids, mask = pad_left(prompts, pad)
-    processor = SteeringProcessor(goals, prompt_mask=mask, max_new_tokens=max_new_tokens, ends=ends)
-    if processor.tracker is not None:
-        require_same_fingerprint(
-            "The HMM",
-            processor.tracker.steering.hmm.config.tokenizer_fingerprint,
-            fingerprint(tokenizer.get_vocab()),
-        )
+    hmm = common_hmm(goal)
+    if hmm is not None:
+        known = hmm.config.tokenizer_fingerprint
+        require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
+    processor = SteeringProcessor(
+        goal, prompt_mask=mask, max_new_tokens=max_new_tokens, stop_ids=ends
+    )
     processors = [processor, *(options.pop("logits_processor", None) or [])]
     settings = {"do_sample": True, "pad_token_id": pad, "eos_token_id": ends or None} | options
     if settings["do_sample"]:
@@ -134,7 +138,7 @@ def generate_tokens(
 
 
 def stop_tokens(config: "GenerationConfig", ends: Sequence[int]) -> list[int]:
-    """Return the tokens that end a text: those of the model, then those of an HMM.
+    """Return the tokens that end a text: first the model's, then an HMM's.
 
     Args:
         config: The model's generation config.

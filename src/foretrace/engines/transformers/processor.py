@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from foretrace.engines.prompts import Goals
+from foretrace.engines.prefix_tracker import PrefixTracker
+from foretrace.engines.prompts import Goals, common_hmm
 from foretrace.errors import InvalidInputError
-from foretrace.steering import Goal, PrefixTracker, Request
-from foretrace.steering.goal import common_hmm
-from foretrace.steering.merge_goals import merge_goals
-from foretrace.steering.transfer import to_device
+from foretrace.steering import CompiledGoal, Request
+from foretrace.steering.batch_index import to_device
 
 
 class SteeringProcessor(LogitsProcessor):
@@ -20,26 +19,24 @@ class SteeringProcessor(LogitsProcessor):
     One object serves any number of calls with prompts of the same shape.
 
     Args:
-        goals: The goals of every row, or a sequence of goals for each prompt. The latter may be
-            empty: such a prompt is not steered. Several goals without a transform are one product,
-            and have one lookahead table; their windows must be the same.
+        goal: The goal of all prompts, or a goal or None for each prompt. A prompt without a goal is
+            not steered.
         prompt_mask: Attention mask of the prompts, (prompts, T); 0 where padded.
         max_new_tokens: Tokens to generate at most. The lookahead covers what remains of them.
-        ends: Tokens that end a text, in addition to the HMM's.
-        observe: Called at every step with the price of every row, (rows,): the KL divergence of the
-            steered from the bare next-token distribution in nats, 0 for rows that are not steered.
-            By default, prices are not computed.
+        stop_ids: Tokens that end a text, in addition to the HMM's.
+        on_price: Called at every step with the price of every row, (rows,): the KL divergence of
+            the steered from the bare next-token distribution in nats, 0 for rows that are not
+            steered. By default, prices are not computed.
 
     Raises:
-        InvalidInputError: The goals have different HMMs, cannot be merged, or do not fit the
-            prompts.
+        InvalidInputError: The goals have different HMMs, or do not fit the prompts.
 
     Example:
         >>> from transformers import LogitsProcessorList
-        >>> goal = ft.Goal(ft.Lookahead(hmm, attribute, horizon=8), strength=2.0)
+        >>> goal = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
         >>> inputs = tokenizer(["hello"], return_tensors="pt")
         >>> processor = ft.transformers.SteeringProcessor(
-        ...     [goal], prompt_mask=inputs["attention_mask"], max_new_tokens=4
+        ...     goal, prompt_mask=inputs["attention_mask"], max_new_tokens=4
         ... )
         >>> output = model.generate(
         ...     inputs["input_ids"],
@@ -54,20 +51,19 @@ class SteeringProcessor(LogitsProcessor):
 
     def __init__(
         self,
-        goals: Goals,
+        goal: Goals,
         *,
         prompt_mask: Tensor,
         max_new_tokens: int,
-        ends: Sequence[int] = (),
-        observe: Callable[[Tensor], None] | None = None,
+        stop_ids: Sequence[int] = (),
+        on_price: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.prompt_mask = prompt_mask.bool().cpu()  # (prompts, T), False where padded
-        goals_per_prompt = _goals_per_prompt(goals, len(prompt_mask))
-        self.max_new_tokens, self.ends, self.observe = max_new_tokens, tuple(ends), observe
-        hmm = common_hmm(goal for row in goals_per_prompt for goal in row)
-        self.goals = [merge_goals(row) for row in goals_per_prompt]
-        observe_steered = None if observe is None else self._observe
-        self.tracker = None if hmm is None else PrefixTracker(hmm, observe=observe_steered)
+        self.goals = _goal_per_prompt(goal, len(prompt_mask))
+        self.max_new_tokens, self.stop_ids = max_new_tokens, tuple(stop_ids)
+        self.on_price = on_price
+        hmm = common_hmm(self.goals)
+        self.tracker = None if hmm is None else PrefixTracker(hmm)
         self.prompts: Tensor | None = None
         self.requests: list[Request] = []
 
@@ -82,7 +78,7 @@ class SteeringProcessor(LogitsProcessor):
             The steered logits, (rows, V).
 
         Raises:
-            InvalidInputError: The rows are not those of the prompts the processor was made for.
+            InvalidInputError: The processor was made for other prompts.
         """
         if self.tracker is None:
             return scores
@@ -99,32 +95,30 @@ class SteeringProcessor(LogitsProcessor):
             self.prompts, self.requests = prompts, self._requests(prompts)
         rows = [request for request in self.requests for _ in range(copies)]
         self.tracker.step(rows, ids[:, length:].tolist())
-        return self.tracker.reweight(scores)
-
-    def _observe(self, prices: Tensor, is_steered: Tensor) -> None:
-        """Pass the prices of all rows on, from those of the rows with goals."""
-        assert self.tracker is not None
-        assert self.observe is not None
-        rows = [row for row in self.tracker.rows if row is not None]
-        all_prices = prices.new_zeros(len(self.tracker.rows))
-        all_prices[to_device(rows, prices.device)] = prices
-        self.observe(all_prices)
+        steered = scores.clone()
+        prices = self.tracker.reweight_(steered, measure=self.on_price is not None)
+        if self.on_price is not None and prices is not None:
+            used = [row for row in self.tracker.rows if row is not None]
+            all_prices = prices.nats.new_zeros(len(rows))
+            all_prices[to_device(used, all_prices.device)] = prices.nats
+            self.on_price(all_prices)
+        return steered
 
     def _requests(self, prompts: Tensor) -> list[Request]:
         return [
-            Request(goals, tuple(prompt[mask].tolist()), self.max_new_tokens, ends=self.ends)
-            for goals, prompt, mask in zip(self.goals, prompts, self.prompt_mask, strict=True)
+            Request(goal, tuple(prompt[mask].tolist()), self.max_new_tokens, None, self.stop_ids)
+            for goal, prompt, mask in zip(self.goals, prompts, self.prompt_mask, strict=True)
         ]
 
 
-def _goals_per_prompt(goals: Goals, count: int) -> list[tuple[Goal, ...]]:
-    shared = [goal for goal in goals if isinstance(goal, Goal)]
-    if len(shared) == len(goals):
-        return [tuple(shared)] * count
-    per_prompt = [tuple(row) for row in goals if not isinstance(row, Goal)]
-    if shared or len(per_prompt) != count:
+def _goal_per_prompt(goal: Goals, count: int) -> list[CompiledGoal | None]:
+    if goal is None or isinstance(goal, CompiledGoal):
+        return [goal] * count
+    wrong = [type(one).__name__ for one in goal if not isinstance(one, CompiledGoal | None)]
+    if wrong or len(goal) != count:
+        what = f"a {wrong[0]} is among them" if wrong else f"the list has {len(goal)} items"
         raise InvalidInputError(
-            f"Pass goals for all rows, [goal, ...], or a list for each of the {count} prompts, "
-            f"[[goal, ...], [], ...]. The list has {len(goals)} items."
+            f"Pass one compiled goal, or a list of a goal or None for each of the {count} prompts; "
+            f"{what}. Compiler(hmm).compile(goals) makes one of several goals."
         )
-    return per_prompt
+    return list(goal)

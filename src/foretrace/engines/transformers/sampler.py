@@ -1,6 +1,6 @@
 """Fast top-p sampling of many continuations for each prompt.
 
-The result is distributed as that of `generate` in transformers with `top_p` and
+Texts have the same distribution as with `generate` in transformers, `top_p` and
 `num_return_sequences`. The prompt is processed once for all continuations, without sorting the
 vocabulary. The result has the log-probability and the price of each continuation.
 """
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.prompts import Goals
-from foretrace.engines.transformers.padding import cut_at_end, pad_left
+from foretrace.engines.transformers.batch import LMBatch, cut_at_end, pad_left
 from foretrace.engines.transformers.processor import SteeringProcessor
-from foretrace.engines.transformers.rows import Rows
-from foretrace.lookahead.price import prices
+from foretrace.steering.price import prices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,21 +57,21 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(
-        self, prompts: Sequence[Sequence[int]], copies: int, goals: Goals = ()
+        self, prompts: Sequence[Sequence[int]], copies: int, goal: Goals = None
     ) -> list[list[Drawn]]:
         """Sample continuations.
 
         Args:
             prompts: Token ids of each prompt.
             copies: Continuations of each prompt.
-            goals: Goals for all prompts, or a sequence of goals for each prompt.
+            goal: The goal of all prompts, or a goal or None for each prompt.
 
         Returns:
             For each prompt, its continuations.
         """
         ids, mask = pad_left(prompts, 0)
-        processor = self.processor(goals, prompts, mask)
-        rows, ids = Rows(self.model, prompts, copies), ids.repeat_interleave(copies, 0)
+        processor = self.processor(goal, prompts, mask)
+        rows, ids = LMBatch(self.model, prompts, copies), ids.repeat_interleave(copies, 0)
         start, log_probabilities, spent = ids.shape[1], [], []
         ended = torch.zeros(len(ids), dtype=torch.bool)
         ends = torch.tensor(list(self.ends), dtype=torch.long)
@@ -98,14 +97,14 @@ class Sampler:
         return [drawn[i : i + copies] for i in range(0, len(drawn), copies)]
 
     def processor(
-        self, goals: Goals, prompts: Sequence[Sequence[int]], mask: Tensor
+        self, goal: Goals, prompts: Sequence[Sequence[int]], mask: Tensor
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function that maps (ids of the rows so far, logits) to steered logits.
 
         A subclass can override it to try another way of steering.
         """
         return SteeringProcessor(
-            goals, prompt_mask=mask, max_new_tokens=self.max_new_tokens, ends=self.ends
+            goal, prompt_mask=mask, max_new_tokens=self.max_new_tokens, stop_ids=self.ends
         )
 
 

@@ -32,7 +32,7 @@ from foretrace.engines.vllm.settings import Settings, open_builder
 from foretrace.engines.vllm.table_store import GoalSize, Lease
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering.request import require_no_text, require_single_constraint
+from foretrace.steering.goal import require_no_text, require_single_constraint
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

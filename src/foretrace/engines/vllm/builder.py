@@ -15,10 +15,9 @@ from typing import Any
 
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
 from foretrace.attribute.expression import Contains, Operator
-from foretrace.attribute.substring import substring_dfa
 from foretrace.engines.token_bytes import TokenBytes
-from foretrace.engines.vllm.params import Admission, GoalParams, SteeringParams
-from foretrace.engines.vllm.table_store import ByteLRU, CompiledMarker, TableStore
+from foretrace.engines.vllm.params import Admission, SteeringParams
+from foretrace.engines.vllm.table_store import ByteLRU, TableStore
 from foretrace.errors import (
     ForetraceError,
     InvalidFileError,
@@ -27,8 +26,9 @@ from foretrace.errors import (
 )
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
-from foretrace.steering import Marker
-from foretrace.steering.conjunction import conjunction
+from foretrace.steering import Compiler, Marker
+from foretrace.steering.goal_text import GoalText
+from foretrace.steering.markers import CompiledMarker
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class TableBuilder:
         self._load_token_bytes = (
             None if load_token_bytes is None else cache(_once(load_token_bytes))
         )
+        self._compiler = Compiler(hmm, horizon, memory=0)  # it remembers the strengths of levels
         self._loaded: ByteLRU[Attribute] = ByteLRU(ATTRIBUTE_MEMORY)
         self._identity = [VERSION, hmm.checksum, hmm.config.eos_token_ids, horizon]
         self._lock = Lock()
@@ -126,23 +127,21 @@ class TableBuilder:
                     self._build_marker(key, text)
         return admission
 
-    def _build_table(self, key: str, goal: GoalParams) -> None:
+    def _build_table(self, key: str, goal: GoalText) -> None:
         """Build the table of a goal; find strengths that were not calibrated with the HMM."""
         began = perf_counter()
         attributes = {name: self._attribute(name) for name in goal.names}
-        attribute = conjunction(goal.operands, attributes, self._contains, self.hmm)
+        ((attribute, _),) = self._compiler.merge(goal.goals(attributes, self._contains))
         self.store.add_lookahead(key, Lookahead(self.hmm, attribute, self.horizon))
         self.observe("build", perf_counter() - began)
 
     def _build_marker(self, key: str, text: str) -> None:
         """Compile a marker, which takes about a second for a large vocabulary."""
-        began, marker = perf_counter(), self.marker(text)
-        dfa, found = substring_dfa([marker.text], marker.token_bytes)
-        states = found.nonzero()[:, 0].tolist()
-        self.store.add_marker(key, CompiledMarker(dfa, states[0] if states else -1))
+        began = perf_counter()
+        self.store.add_marker(key, CompiledMarker.of(self.marker(text)))
         self.observe("build", perf_counter() - began)
 
-    def _key(self, goal: GoalParams) -> str:
+    def _key(self, goal: GoalText) -> str:
         """Return a hash of what a table depends on.
 
         That is the HMM, the horizon, the operands with their strength or level, the attribute files
@@ -304,7 +303,7 @@ class _Bound:
         return _Bound(self.terms + 1)
 
 
-def require_small(goals: Sequence[GoalParams], load: Callable[[str], Attribute]) -> None:
+def require_small(goals: Sequence[GoalText], load: Callable[[str], Attribute]) -> None:
     """Raise if goals may cost too much, before anything of their size is computed.
 
     Args:
@@ -336,7 +335,7 @@ def require_small(goals: Sequence[GoalParams], load: Callable[[str], Attribute])
     require_few_terms(total)
 
 
-def _bound_terms(goal: GoalParams, attributes: Mapping[str, Attribute]) -> _Bound:
+def _bound_terms(goal: GoalText, attributes: Mapping[str, Attribute]) -> _Bound:
     bounds = {name: _Bound.of(attribute) for name, attribute in attributes.items()}
     total = _Bound(1, is_simple=True)
     for operand in goal.operands:
@@ -350,7 +349,7 @@ def _bound_terms(goal: GoalParams, attributes: Mapping[str, Attribute]) -> _Boun
     return total
 
 
-def _bound_states(goal: GoalParams, attributes: Mapping[str, Attribute]) -> int:
+def _bound_states(goal: GoalText, attributes: Mapping[str, Attribute]) -> int:
     """Return how many states the automaton of a goal has at most.
 
     It remembers which texts have occurred, and the longest beginning of one of the others. After a

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from foretrace.attribute import LogitAffine
 from foretrace.engines.vllm import metrics
 from foretrace.engines.vllm.params import ADMISSION, Admission, names_goal, parse
 from foretrace.engines.vllm.settings import Settings, open_builder
-from foretrace.engines.vllm.table_store import CompiledMarker, ResidentTables
+from foretrace.engines.vllm.table_store import TableLoader
 from foretrace.errors import ForetraceError, InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.steering import Goal, Marker, Request, SlotSteering
-from foretrace.steering.marker_pool import MarkerEntry
-from foretrace.steering.slab import Slab
-from foretrace.steering.transfer import to_device
+from foretrace.lookahead import Lookahead
+from foretrace.steering import CompiledGoal, Marker, Request, Steering
+from foretrace.steering.batch_index import to_device
+from foretrace.steering.goal import Factor
+from foretrace.steering.markers import CompiledMarker, Window
 from foretrace.vocabulary import fingerprint, require_same_fingerprint
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENDS = ("after", "until")  # the markers of a window
-MAX_MARKERS = 64  # that the steering keeps for later requests
+Loading = Future[dict[str, Lookahead | CompiledMarker]]
+
 SECONDS_BETWEEN_LOGS = 60.0  # of texts that end without what is required
 
 
@@ -47,7 +48,8 @@ class RequestEntry:
     slot_id: int
     """The number of its slot in the steering."""
     admission: Admission | None = None
-    loading: "Future[None] | None" = None
+    loading: Loading | None = None
+    """The tables and markers that the steering does not have yet."""
     request: Request | None = None
     num_generated: int | None = None
     """How many generated tokens its state includes; None if there is no state."""
@@ -67,36 +69,28 @@ class RequestEntry:
     @property
     def has_constraint(self) -> bool:
         """Return whether it has required or forbidden texts."""
-        goals = () if self.request is None else self.request.goals
-        return any(goal.lookahead.automaton is not None for goal in goals)
+        goal = None if self.request is None else self.request.goal
+        return goal is not None and any(one.lookahead.has_constraint for one in goal.factors)
 
 
 class SteeringCore:
     """Loads the goals of requests, and steers their rows in one batch of tensor operations."""
 
-    def __init__(
-        self, vllm_config: "VllmConfig", device: torch.device, num_drafts: int = 0
-    ) -> None:
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
         """Load the HMM of a server.
 
         Args:
             vllm_config: The settings of vLLM.
             device: Where logits are.
-            num_drafts: Drafted tokens of a request in a step at most.
         """
         self.builder = open_builder(device, metrics.observe_cache)
         self.hmm = self.builder.hmm
         _check_model(vllm_config, self.hmm)
         self.builder.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
-        memory = Settings.from_environment().memory_mb << 20
-        self.tables = ResidentTables(
-            self.hmm, self.builder.horizon, self.builder.store, memory, metrics.observe_cache
-        )
-        # With drafts, a step advances the rows after as many drafted tokens, and reweights all.
-        num_plans = num_drafts + 2 if num_drafts else 1
-        self.steering = SlotSteering(self.hmm, num_plans=num_plans)
-        self.price_meter = metrics.PriceMeter()
+        self.loader = TableLoader(self.builder.store, self.hmm, self.builder.horizon)
+        self.steering = Steering(self.hmm, memory=Settings.from_environment().memory_mb << 20)
+        self.price_counter = metrics.PriceCounter()
         self.ends = _ends(vllm_config, self.hmm.config.eos_token_ids)
         self._logged = -SECONDS_BETWEEN_LOGS
 
@@ -105,7 +99,7 @@ class SteeringCore:
         extra_args = entry.params.extra_args or {}
         if ADMISSION in extra_args:
             entry.admission = Admission.from_plain(extra_args[ADMISSION])
-            entry.loading = self.tables.prefetch(entry.admission)
+            entry.loading = self._prefetch(entry.admission)
         elif names_goal(extra_args):
             self.fail(entry, "It was not checked by SteeringProcessor.validate_params.")
         else:
@@ -134,13 +128,28 @@ class SteeringCore:
         metrics.FAILED.inc()
         entry.failed = True
 
+    def _prefetch(self, admission: Admission) -> Loading:
+        """Begin to load what the steering does not have."""
+        pool = self.steering.pool
+        tables = [key for key in admission.tables if pool.find(key) is None]
+        metrics.MISSES.inc(len(tables))
+        metrics.HITS.inc(len(admission.tables) - len(tables))
+        markers = self._markers(admission)
+        missing = {
+            key: markers[text]
+            for text, key in admission.markers.items()
+            if pool.find(markers[text].key) is None
+        }
+        return self.loader.prefetch(tables, missing)
+
+    def _markers(self, admission: Admission) -> dict[str, Marker]:
+        return {text: self.builder.marker(text) for text in admission.markers}
+
     def _request(self, entry: RequestEntry) -> Request:
         params, admission = entry.params, entry.admission
         assert admission is not None
         try:
-            if entry.loading is not None:
-                entry.loading.result()
-            goals = self._goals(admission)
+            goal = self._goal(admission, entry.loading)
         except ForetraceError:
             # A server's decoding process never builds: that would hold up the whole batch. A
             # request keeps the attributes it was admitted with: others are not built for it.
@@ -150,30 +159,47 @@ class SteeringCore:
                 or self.builder.build(steering_params).keys != admission.keys
             ):
                 raise
-            goals = self._goals(admission)
+            goal = self._goal(admission, None)
         finally:
             entry.loading = None
         limit = min(params.max_tokens or self.max_length, self.max_length - entry.prompt_length)
-        ends = tuple(params.all_stop_token_ids)
-        return Request(goals, tuple(entry.prompt or ()), limit, admission.horizon, ends)
+        stop_ids = tuple(params.all_stop_token_ids)
+        return Request(goal, tuple(entry.prompt or ()), limit, admission.horizon, stop_ids)
 
-    def _goals(self, admission: Admission) -> tuple[Goal, ...]:
-        """Return the goals of a request whose tables and markers are built."""
-        markers = {text: self.builder.marker(text) for text in admission.markers}
-        for text, key in admission.markers.items():
-            _add_marker(self.steering, markers[text], self.tables.marker(key))
+    def _goal(self, admission: Admission, loading: Loading | None) -> CompiledGoal:
+        """Return the goal of a request, from what the steering has and what was loaded."""
+        loaded = (loading or self._prefetch(admission)).result()
+        pool, markers = self.steering.pool, self._markers(admission)
+        # Something that the steering had may have made room for something else meanwhile.
+        parts: dict[str, Any] = {}
+        names = {key: markers[text].key for text, key in admission.markers.items()}
+        for key in admission.keys:
+            parts[key] = loaded.get(key) or pool.find(names.get(key, key))
+        if gone := [key for key, part in parts.items() if part is None]:
+            tables = [key for key in gone if key not in names]
+            again = {admission.markers[text]: marker for text, marker in markers.items()}
+            missing = {key: again[key] for key in gone if key in names}
+            parts |= self.loader.prefetch(tables, missing).result()
         window = admission.window
-        return tuple(
-            Goal(
-                self.tables.lookahead(key),
-                strength=1.0,  # the strengths are inside the lookahead
-                transform=LogitAffine(*transform),
-                neutral_end=admission.neutral_end,
-                after=None if admission.after is None else markers[admission.after],
-                window=markers[window] if isinstance(window, str) else window,
-            )
-            for key, transform in zip(admission.tables, admission.transforms, strict=True)
+        return CompiledGoal(
+            self.hmm,
+            tuple(
+                Factor(key, parts[key], LogitAffine(*transform))
+                for key, transform in zip(admission.tables, admission.transforms, strict=True)
+            ),
+            Window(
+                None if admission.after is None else parts[admission.markers[admission.after]],
+                parts[admission.markers[window]] if isinstance(window, str) else window,
+            ),
+            admission.neutral_end,
         )
+
+    def start(self, entries: Sequence[RequestEntry]) -> None:
+        """Compute the states of requests from their tokens on the host."""
+        requests = {one.slot_id: one.request for one in entries if one.request is not None}
+        self.steering.start(requests, {one.slot_id: one.output for one in entries})
+        for one in entries:  # the steering has the tables now
+            one.request = self.steering.request(one.slot_id)
 
     def close(self, entry: RequestEntry, tokens: Sequence[int]) -> None:
         """Count a text that has ended without required text, or with forbidden text.
@@ -187,12 +213,13 @@ class SteeringCore:
         params, request, admission = entry.params, entry.request, entry.admission
         if request is None or admission is None or admission.after is not None or not tokens:
             return
-        if tokens[-1] not in request.ends and len(tokens) < request.limit:
+        if tokens[-1] not in request.stop_ids and len(tokens) < request.limit:
             text, stops = self.builder.spell(tokens), params.stop or []
             if not any(stop.encode() in text for stop in stops):
                 return
         covered = tokens[: admission.window] if isinstance(admission.window, int) else tokens
-        if all(_is_met(goal, covered, request.ends) for goal in request.goals):
+        text_tokens = [token for token in covered if token not in request.stop_ids]
+        if request.goal is None or self.steering.pool.is_met(request.goal, text_tokens):
             return
         metrics.UNMET.inc()
         if monotonic() - self._logged > SECONDS_BETWEEN_LOGS:
@@ -226,12 +253,13 @@ class SteeringCore:
         """Update the states of the rows that lack one token: (rows,) ids, on the device."""
         if not step.moved:
             return
-        mask = None
-        if len(step.moved) < sum(slot is not None for slot in step.slots):
-            mask = torch.zeros(len(step.slots), dtype=torch.bool)
+        mask, new = None, set(step.new)
+        slots = [None if row in new else slot for row, slot in enumerate(step.slots)]
+        if len(step.moved) < sum(slot is not None for slot in slots):
+            mask = torch.zeros(len(slots), dtype=torch.bool)
             mask[step.moved] = True
             mask = mask.to(tokens.device, non_blocking=True)
-        self.steering.advance(step.slots, tokens, mask)
+        self.steering.advance(slots, tokens, mask)
 
     def apply(self, logits: Tensor, slots: Sequence[int | None], failed: Sequence[int]) -> None:
         """Reweight the logits of rows in place: (rows, V or more).
@@ -241,8 +269,9 @@ class SteeringCore:
             slots: The slot of each row; None if it is not steered.
             failed: Rows that may only end.
         """
-        self.steering.observe = self.price_meter.next_step()
-        self.steering.reweight_(logits, slots)
+        prices = self.steering.reweight_(logits, slots, measure=self.price_counter.is_due())
+        if prices is not None:
+            self.price_counter.add(*prices)
         if failed:
             rows, ends = (to_device(part, logits.device) for part in (failed, self.ends))
             logits[rows] = -torch.inf
@@ -280,39 +309,3 @@ def _check_model(config: "VllmConfig", hmm: HMM) -> None:
     if tokenizer is not None:
         known = hmm.config.tokenizer_fingerprint
         require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
-
-
-def _is_met(goal: Goal, tokens: Sequence[int], ends: Sequence[int]) -> bool:
-    """Return whether a text meets the constraint of a goal."""
-    automaton = goal.lookahead.attribute.terms.automaton
-    text = torch.tensor([token for token in tokens if token not in ends], dtype=torch.long)
-    if automaton is None or not len(text):
-        return automaton is None or bool((automaton.final_weights[:, 0] > 0).any())
-    final_weights = automaton.log_final_weights(text, torch.zeros_like(text), 1)
-    return bool((final_weights > -torch.inf).any())
-
-
-def _add_marker(steering: SlotSteering, marker: Marker, compiled: CompiledMarker) -> None:
-    """Copy a compiled marker into the pool of a steering, which would compile it otherwise."""
-    pool = steering.pool.markers
-    if marker in pool._entries:
-        return
-    in_use = {getattr(one.window, end) for one in steering._requests.values() for end in ENDS}
-    for old in [*pool._automata][:-MAX_MARKERS]:
-        if old not in in_use:
-            entry, dfa = pool._entries.pop(old), pool._automata.pop(old)
-            pool.classes.free(entry.classes, 1)
-            pool.transitions.free(entry.transitions, dfa.transitions.numel())
-    num_tokens, dfa = len(marker.token_bytes), compiled.dfa
-    if pool.classes.rows.shape[1] < num_tokens:  # the first marker
-        pool.classes = Slab((num_tokens,), torch.int16, pool.device)
-        pool.classes.write(torch.zeros(1, num_tokens))
-    classes = torch.zeros(1, num_tokens, dtype=torch.int16)
-    classes[0, dfa.tokens.long()] = dfa.classes.short()
-    pool._automata[marker] = dfa
-    pool._entries[marker] = MarkerEntry(
-        pool.classes.write(classes),
-        pool.transitions.write(dfa.transitions.flatten()),
-        dfa.transitions.shape[1],
-        compiled.found,
-    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.vllm.core import RequestEntry, SteeringCore
-from foretrace.steering.transfer import to_device
+from foretrace.steering.batch_index import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext

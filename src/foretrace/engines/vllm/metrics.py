@@ -1,6 +1,6 @@
 """Prometheus metrics of all processes of a server, at /metrics together with those of vLLM."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -51,24 +51,24 @@ def timed_step() -> Iterator[None]:
     STEP.observe(perf_counter() - began)
 
 
-class PriceMeter:
-    """Measures the price of steering in one of many steps, and sums it on the device."""
+class PriceCounter:
+    """Counts the price of steering in one of many steps, and sums it on the device."""
 
     def __init__(self) -> None:
         self.nats: Tensor | None = None
         self.tokens: Tensor | None = None
         self.steps = 0
 
-    def next_step(self) -> Callable[[Tensor, Tensor], None] | None:
-        """Begin a step; return the function that takes its prices, or None if it needs none."""
+    def is_due(self) -> bool:
+        """Begin a step; return whether its prices are counted."""
         self.steps += 1
         if self.steps % STEPS_BETWEEN_READS == 0:
             self._count()
-        return self.add if self.steps % STEPS_BETWEEN_PRICES == 1 else None
+        return self.steps % STEPS_BETWEEN_PRICES == 1
 
-    def add(self, prices: Tensor, is_steered: Tensor) -> None:
+    def add(self, nats: Tensor, is_steered: Tensor) -> None:
         """Add the price of every row, in nats, and count the steered rows: (n,) each."""
-        total, tokens = prices.nan_to_num(0.0).sum(), is_steered.sum()  # NaN: no possible token
+        total, tokens = nats.nan_to_num(0.0).sum(), is_steered.sum()  # NaN: no possible token
         self.nats = total if self.nats is None else self.nats + total
         self.tokens = tokens if self.tokens is None else self.tokens + tokens
 

@@ -10,9 +10,8 @@ from foretrace.attribute import parse as parse_expression
 from foretrace.attribute.expression import Contains, Operator
 from foretrace.errors import InvalidInputError
 from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
-from foretrace.steering.conjunction import WeightedExpression
-from foretrace.steering.goal import IDENTITY
-from foretrace.steering.request import require_single_constraint
+from foretrace.steering.goal import require_single_constraint
+from foretrace.steering.goal_text import MAX_STRENGTH, MIN_STRENGTH, GoalText, describe_goals
 
 KEYS = (
     "goal",
@@ -32,34 +31,8 @@ CONSTRAINTS = ("must_contain", "must_not_contain")
 MAX_GOALS, MAX_CHARACTERS, MAX_NAMES = 4, 1_000, 16
 MAX_VALUES = 64  # of one argument, before anything else looks at them
 MAX_TEXTS, MAX_BYTES = 16, 200  # of required and forbidden texts: each becomes an automaton
-MIN_STRENGTH, MAX_STRENGTH = 0.01, 1_000.0
 STRENGTH_DIGITS = 2  # significant ones: every strength has its own table
 MAX_SCALE, MAX_SHIFT = 1_000.0, 10_000.0
-
-
-@dataclass(frozen=True)
-class GoalParams:
-    """A conjunction of expressions with one lookahead table, and its transform.
-
-    The operands are in normal form: each is an operand of the outermost `&`, and they are sorted.
-    Equal goals therefore have equal operands, in whatever order they are given.
-    """
-
-    operands: tuple[WeightedExpression, ...]
-    transform: LogitAffine = IDENTITY
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the distinct names of attributes."""
-        return tuple(
-            dict.fromkeys(name for operand in self.operands for name in operand.expression.names)
-        )
-
-    @property
-    def contains(self) -> tuple[Contains, ...]:
-        """Return the distinct `contains(...)` operands."""
-        contains = [one for operand in self.operands for one in operand.expression.contains]
-        return tuple(dict.fromkeys(contains))
 
 
 @dataclass(frozen=True)
@@ -70,7 +43,7 @@ class SteeringParams:
     and forbidden texts. With transforms, every expression is a goal, and their factors multiply.
     """
 
-    goals: tuple[GoalParams, ...]
+    goals: tuple[GoalText, ...]
     horizon: int | None = None
     neutral_end: bool = True
     after: str | None = None
@@ -170,8 +143,7 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
         )
     _check_combination(args)
     expressions = [_expression(text) for text in texts]
-    required = constraint(*(_texts(args, key) for key in CONSTRAINTS)) if constraints else None
-    goals = _goals(args, expressions, required)
+    goals = _goals(args, expressions)
     _check_contains(goals)
     return SteeringParams(
         goals,
@@ -213,65 +185,19 @@ def _check_combination(args: Mapping[str, Any]) -> None:
         )
 
 
-def _goals(
-    args: Mapping[str, Any], expressions: Sequence[Expression], required: Expression | None
-) -> tuple[GoalParams, ...]:
+def _goals(args: Mapping[str, Any], expressions: Sequence[Expression]) -> tuple[GoalText, ...]:
     """Return one conjunction, or with transforms, a goal for each expression."""
     # Without goals, the arguments are checked, and apply to the required and forbidden texts.
     count = len(expressions) or 1
-    if "transform" in args:
-        transforms = _transforms(args["transform"], count)
-        goals = [*expressions] if required is None else [*expressions, required]
-        transforms += [IDENTITY] * (len(goals) - count)
-        return tuple(
-            GoalParams(_operands([WeightedExpression(expression, 1.0)]), transform)
-            for expression, transform in zip(goals, transforms, strict=True)
-        )
     strengths = _strengths(args["strength"], count) if "strength" in args else [None] * count
-    level = _level(args.get("level", DEFAULT_LEVEL))
-    weighted = [
-        WeightedExpression(expression, strength, level)
-        for expression, strength in zip(expressions, strengths[: len(expressions)], strict=True)
-    ]
-    if required is not None:
-        weighted.append(WeightedExpression(required, 1.0))
-    return (GoalParams(_operands(weighted)),)
-
-
-def _operands(weighted: Sequence[WeightedExpression]) -> tuple[WeightedExpression, ...]:
-    """Return the operands of the conjunction in normal form.
-
-    Constraints are true or false: they have strength 1, and count once. They come first, since they
-    combine into a single term.
-    """
-    operands = [
-        WeightedExpression(factor, one.strength, one.level)
-        if factor.names
-        else WeightedExpression(factor, 1.0)
-        for one in weighted
-        for factor in one.expression.normalized().factors()
-    ]
-    constraints = dict.fromkeys(one for one in operands if not one.expression.names)
-    weighted_operands = [one for one in operands if one.expression.names]
-    return tuple(sorted([*constraints, *weighted_operands], key=_order))
-
-
-def _order(operand: WeightedExpression) -> tuple[bool, str, float, str]:
-    return (
-        bool(operand.expression.names),
-        str(operand.expression),
-        operand.strength or 0.0,
-        operand.level,
+    return describe_goals(
+        expressions,
+        strengths=strengths[: len(expressions)],
+        level=_level(args.get("level", DEFAULT_LEVEL)),
+        transforms=_transforms(args["transform"], count) if "transform" in args else None,
+        must_contain=_texts(args, "must_contain"),
+        must_not_contain=_texts(args, "must_not_contain"),
     )
-
-
-def constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
-    """Return the expression that all of `must` occur and none of `must_not`."""
-    steps: list[str | Operator | Contains] = [Contains((text,)) for text in must]
-    if must_not:
-        steps += [Contains(tuple(must_not)), Operator.NOT]
-    operands = len(must) + bool(must_not)
-    return Expression((*steps, *[Operator.AND] * (operands - 1)))
 
 
 def _texts(args: Mapping[str, Any], key: str) -> list[str]:
@@ -281,7 +207,7 @@ def _texts(args: Mapping[str, Any], key: str) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _check_contains(goals: Sequence[GoalParams]) -> None:
+def _check_contains(goals: Sequence[GoalText]) -> None:
     contains = [goal.contains for goal in goals if goal.contains]
     require_single_constraint(len(contains))
     texts = [text for goal in contains for operand in goal for text in operand.texts]

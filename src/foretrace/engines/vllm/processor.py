@@ -13,7 +13,7 @@ from foretrace.engines.vllm.admission import validate_params
 from foretrace.engines.vllm.core import RequestEntry, SteeringCore, Step
 from foretrace.engines.vllm.drafts import DraftedStates, SteeredRequest, rows_of_requests
 from foretrace.errors import InvalidInputError
-from foretrace.steering.transfer import to_device
+from foretrace.steering.batch_index import to_device
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -29,6 +29,11 @@ PLACEHOLDER = (
 SPECULATION = (
     "vLLM's model runner V1 does not steer drafted tokens. Use model runner V2 for speculative "
     "decoding (VLLM_USE_V2_MODEL_RUNNER=1), or start vLLM without it."
+)
+EXACT = ("standard", "block")  # methods of verification that keep the steered distribution
+VERIFICATION = (
+    "vLLM's rejection_sample_method '{}' accepts drafted tokens that steering forbids. Use "
+    f"{' or '.join(EXACT)}."
 )
 
 
@@ -56,11 +61,11 @@ class SteeringProcessorV1(InterfaceV1):  # type: ignore[misc]
             used = {entry.slot_id for entry in self.entries.values()}
             self.free = [slot for slot in range(self.num_slots) if slot not in used]
             present = {id(entry) for entry in self.entries.values()}
-            for entry in before:
-                if id(entry) not in present and entry.has_constraint:
+            ended = [entry for entry in before if id(entry) not in present]
+            for entry in ended:
+                if entry.has_constraint:
                     self.core.close(entry, entry.output)
-            if not used:
-                self.core.steering.assign({})  # finished requests hold no tables
+            self.core.steering.finish([entry.slot_id for entry in ended])
 
     def _add(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
@@ -93,18 +98,13 @@ class SteeringProcessorV1(InterfaceV1):  # type: ignore[misc]
                 self.core.fail(entry, PLACEHOLDER)
         rows = {row: entry for row, entry in self.entries.items() if self.core.load(entry)}
         counts = {row: len(entry.output) for row, entry in rows.items()}
-        steering = self.core.steering
-        steering.assign({one.slot_id: one.request for one in rows.values() if one.request})
         step = self.core.update(num_rows, counts, rows)
         tokens = [0] * num_rows
         for row in step.moved:
             tokens[row] = rows[row].output[-1]
         self.core.advance(step, to_device(tokens, self.core.hmm.device))
         # Requests that are new, or that resume after preemption.
-        new = [rows[row] for row in step.new]
-        requests = [entry.request for entry in new if entry.request is not None]
-        slots = [entry.slot_id for entry in new]
-        steering.read_generated(slots, requests, [entry.output for entry in new])
+        self.core.start([rows[row] for row in step.new])
         return step
 
 
@@ -114,8 +114,11 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
     def __init__(self, vllm_config: "VllmConfig", request_states: "LogitsProcRequestState") -> None:
         speculative = vllm_config.speculative_config
         num_drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
+        method = getattr(speculative, "rejection_sample_method", EXACT[0])
+        if method not in EXACT:
+            raise InvalidInputError(VERIFICATION.format(method))
         device = torch.device(request_states.device)
-        self.core = SteeringCore(vllm_config, device, num_drafts)
+        self.core = SteeringCore(vllm_config, device)
         self.request_states = request_states
         self.entries: dict[int, RequestEntry] = {}  # requests of the last steps
         self.waiting: dict[int, RequestEntry] = {}  # requests that have ended, or wait
@@ -147,8 +150,6 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
         for index in self.entries.keys() - self.present:
             self._suspend(index)
         self.present.clear()
-        if not self.entries:
-            self.core.steering.assign({})
 
     def _suspend(self, index: int) -> None:
         """Drop the tables and the state of a request, and count what its text lacks."""
@@ -159,6 +160,8 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
             length = int(self.request_states.total_len.gpu[index])
             tokens = self.request_states.all_token_ids.gpu[index, entry.prompt_length : length]
             self.core.close(entry, tokens.tolist())
+        first = entry.slot_id * self.width
+        self.core.steering.finish(range(first, first + self.width))
         entry.forget()
         self.waiting[index] = entry
 
@@ -178,7 +181,6 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
     def _steer(self, logits: Tensor, context: "LogitsContext", batch: list[int]) -> None:
         failed: list[int] = []
         requests = self._steered(context, batch, len(logits), failed)
-        self._assign()
         slots = self._update_states(requests, context, len(logits))
         self.core.apply(logits, slots, failed)
 
@@ -202,18 +204,6 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
                 else:
                     failed.extend(its_rows)
         return steered
-
-    def _assign(self) -> None:
-        """Keep the states of all requests, and not only of those that this part of a step has."""
-        requests = [(entry.slot_id, entry.request) for entry in self.entries.values()]
-        self.core.steering.assign(
-            {
-                slot * self.width + depth: request
-                for slot, request in requests
-                if request is not None
-                for depth in range(self.width)
-            }
-        )
 
     def _update_states(
         self, requests: list[SteeredRequest], context: "LogitsContext", num_rows: int
@@ -250,9 +240,18 @@ class SteeringProcessorV2(InterfaceV2):  # type: ignore[misc]
             index = to_device([entry.slot_id for entry in entries], self.request_states.device)
             tokens = self.request_states.all_token_ids.gpu[index, : max(lengths)].long()
             prompts = torch.tensor([entry.prompt_length for entry in entries])
-            requests = [entry.request for entry in entries if entry.request is not None]
-            slots = [entry.slot_id * self.width for entry in entries]
-            self.core.steering.read(slots, requests, tokens, prompts, torch.tensor(lengths))
+            requests = {entry.slot_id * self.width: entry.request for entry in entries}
+            steering, width = self.core.steering, self.width
+            steering.prefill(
+                {slot: request for slot, request in requests.items() if request is not None},
+                tokens,
+                prompts,
+                torch.tensor(lengths),
+            )
+            # The rows of drafted tokens share the request.
+            steering.move({slot + depth: slot for slot in requests for depth in range(1, width)})
+            for entry in entries:  # the steering has the tables now
+                entry.request = steering.request(entry.slot_id * width)
 
 
 class SteeringProcessor(InterfaceV1, InterfaceV2):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,14 +24,14 @@ from safetensors import SafetensorError
 from foretrace import _io
 from foretrace.attribute import Attribute
 from foretrace.attribute.automaton import DFA
-from foretrace.engines.vllm.params import Admission
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.lookahead.tables import Tables
+from foretrace.steering import Marker
+from foretrace.steering.markers import CompiledMarker
 
 T = TypeVar("T")
-S = TypeVar("S", "Lookahead", "CompiledMarker")
 
 LOW_WATER = 0.8  # share of the budget that eviction leaves in use
 ATTRIBUTE, TABLE, MARKER, SIZE = "attribute", "table", "marker", "size.json"
@@ -78,20 +78,6 @@ class GoalSize(NamedTuple):
             automaton is not None and automaton.requires_text(vocab_size),
             bool(attribute.evidence),
         )
-
-
-class CompiledMarker(NamedTuple):
-    """The automaton that finds a marker in token ids, and the state in which it was found."""
-
-    dfa: DFA
-    found: int
-    """-1 if no text of these tokens has the marker."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        dfa = self.dfa
-        return sum(part.nbytes for part in (dfa.tokens, dfa.classes, dfa.transitions))
 
 
 class TableStore:
@@ -152,13 +138,13 @@ class TableStore:
 
         self._add(key, size.nbytes, fill)
 
-    def marker(self, key: str) -> CompiledMarker:
-        """Load a compiled marker."""
+    def marker(self, key: str, marker: Marker) -> CompiledMarker:
+        """Load the automaton of a marker."""
         path = self._path(key) / MARKER
         tensors, metadata = _io.read_tensors(path)
         try:
             parts = [tensors[name].clone() for name in ("tokens", "classes", "transitions")]
-            return CompiledMarker(DFA(*parts), int(metadata["found"]))
+            return CompiledMarker(marker, DFA(*parts), int(metadata["found"]))
         except (KeyError, ValueError) as error:
             raise self._damaged(key) from error
 
@@ -250,65 +236,34 @@ class ByteLRU(Generic[T]):
                 self._used -= self._entries.popitem(last=False)[1][1]
 
 
-class ResidentTables:
-    """The tables and markers that the decoding process has loaded, up to a budget in bytes."""
+class TableLoader:
+    """Loads the tables and markers of requests in a thread, beside the forward pass of the LM."""
 
-    def __init__(
-        self,
-        hmm: HMM,
-        horizon: int,
-        store: TableStore,
-        memory: int,
-        observe: Callable[[str, float], None] = lambda event, value: None,
-    ) -> None:
-        """Create it without any table.
-
-        Args:
-            hmm: The HMM of the tables.
-            horizon: Tokens that every table looks ahead.
-            store: The tables on disk.
-            memory: The budget.
-            observe: Called with "hit" or "miss", and 1.
-        """
-        self._hmm, self._horizon, self._store, self._observe = hmm, horizon, store, observe
-        self._loaded: ByteLRU[Lookahead | CompiledMarker] = ByteLRU(memory)
+    def __init__(self, store: TableStore, hmm: HMM, horizon: int) -> None:
+        """Create it; `horizon` is the number of tokens that every table looks ahead."""
+        self._store, self._hmm, self._horizon = store, hmm, horizon
         self._thread = ThreadPoolExecutor(1, "foretrace-load")
 
-    def prefetch(self, admission: Admission) -> "Future[None]":
-        """Load the tables of a request in a thread, beside the forward pass of the LM."""
-        return self._thread.submit(self._load_all, admission)
+    def prefetch(
+        self, tables: Sequence[str], markers: Mapping[str, Marker]
+    ) -> "Future[dict[str, Lookahead | CompiledMarker]]":
+        """Begin to load tables, and the automata of markers, by their keys."""
+        return self._thread.submit(self._load, tables, markers)
 
-    def _load_all(self, admission: Admission) -> None:
-        for key in admission.tables:
-            self.lookahead(key)
-        for key in admission.markers.values():
-            self.marker(key)
-
-    def lookahead(self, key: str) -> Lookahead:
-        """Return a lookahead from memory, or load it."""
-        found = self._loaded.get(key)
-        self._observe("miss" if found is None else "hit", 1)
-        if found is None:
-            found = self._read(key, lambda: self._store.lookahead(key, self._hmm, self._horizon))
-            self._loaded.add(key, found, found.nbytes)
-        assert isinstance(found, Lookahead)
-        return found
-
-    def marker(self, key: str) -> CompiledMarker:
-        """Return a compiled marker from memory, or load it."""
-        found = self._loaded.get(key)
-        if found is None:
-            found = self._read(key, lambda: self._store.marker(key))
-            self._loaded.add(key, found, found.nbytes)
-        assert isinstance(found, CompiledMarker)
-        return found
-
-    def _read(self, key: str, read: Callable[[], S]) -> S:
-        try:
-            return read()
-        except (ForetraceError, RuntimeError):
-            self._store.remove(key)  # damaged: the next request has it built again
-            raise
+    def _load(
+        self, tables: Sequence[str], markers: Mapping[str, Marker]
+    ) -> dict[str, Lookahead | CompiledMarker]:
+        loaded: dict[str, Lookahead | CompiledMarker] = {}
+        for key in (*tables, *markers):
+            try:
+                if key in markers:
+                    loaded[key] = self._store.marker(key, markers[key])
+                else:
+                    loaded[key] = self._store.lookahead(key, self._hmm, self._horizon)
+            except (ForetraceError, RuntimeError):
+                self._store.remove(key)  # damaged: the next request has it built again
+                raise
+        return loaded
 
 
 def _lock(path: Path, operation: int) -> int | None:
