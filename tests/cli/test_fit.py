@@ -121,7 +121,7 @@ def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path
 def test_judge_scores_are_cached(
     run: Run, scored: Path, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_judge.py").write_text(
+    (tmp_path / "length_judge.py").write_text(
         "from pathlib import Path\n"
         "def score(texts):\n"
         f"    broken = Path({str(tmp_path / 'broken')!r}).exists()\n"
@@ -130,7 +130,7 @@ def test_judge_scores_are_cached(
     )
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "rude.safetensors"
-    command = ["fit", scored, "--tokenizer", tiny_lm, "--judge", "my_judge:score", "--out", out]
+    command = ["fit", scored, "--tokenizer", tiny_lm, "--judge", "length_judge:score", "--out", out]
     done = run(*command)
     assert done.code == 0, done.err
     assert "texts left out" in done.out

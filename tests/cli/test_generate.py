@@ -175,7 +175,7 @@ def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_
             "--column is an option of --prompts",
         ),
         (["--goal", "odd", "--prompt", "w1", "--top-p", "2"], 2, "--top-p"),
-        (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "never true"),
+        (["--goal", "odd & ~odd & ~always", "--prompt", "w1"], 1, "contradict each other"),
         (["--goal", "odd", "--prompt", "w1", "--strength", "-1"], 2, "from 0.01 to 1000, not '-1'"),
         (["--goal", "~odd", "--prompt", "w1", "--strength", "2"], 1, "no strength other than 1"),
         (["--goal", "odd", "--prompt", "w1", "--level", "huge"], 2, "'mild', 'medium', 'strong'"),
