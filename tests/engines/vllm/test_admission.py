@@ -1,6 +1,7 @@
 """Requests whose parameters contradict each other are refused; texts that lack something count."""
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
@@ -15,8 +16,9 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from engines.vllm.test_processors import FakeConfig, FakeRequestStates
 from foretrace.engines.vllm import SteeringProcessor, metrics
-from foretrace.engines.vllm.admission import LOAD_RATE, LoadRate, validate_params
+from foretrace.engines.vllm.admission import LOAD_RATE, LoadRate, _Keys, validate_params
 from foretrace.engines.vllm.params import ADMISSION
+from foretrace.engines.vllm.table_store import GoalSize
 from foretrace.errors import InvalidInputError
 from small_server import small_server
 from tiny_lm import byte_tokenizer
@@ -163,9 +165,9 @@ def _run_v2(params: Any, text: list[int]) -> None:
 def test_tables_are_loaded_at_a_bounded_rate() -> None:
     async def main() -> list[float]:
         rate, began, ends = LoadRate(1 << 40), monotonic(), []
-        size = LOAD_RATE // 10
-        for key in ("a", "b", "c", "d", "e", "a", "b"):
-            await rate.wait({key: size})
+        size = GoalSize(1, LOAD_RATE // 10, None, False, False)
+        for key in "abcdeab":
+            await rate.wait([key], [size])
             ends.append(monotonic() - began)
         return ends
 
@@ -173,3 +175,47 @@ def test_tables_are_loaded_at_a_bounded_rate() -> None:
     assert ends[1] < 0.1  # a quarter of a second's worth at once
     assert ends[4] > 0.2
     assert ends[6] - ends[4] < 0.05  # these are loaded already
+
+
+@pytest.mark.parametrize("source", ["option", "environment", "none"])
+def test_keys_are_those_that_vllm_takes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request that vLLM answers has a client, and equal keys are one client."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+    app, clients = FastAPI(root_path="/root"), []
+    app.post("/v1/completions")(lambda: "answered")
+    monkeypatch.setenv("VLLM_API_KEY", "one" if source == "environment" else "")
+    options: dict[str, Any] = {
+        "api_key": ["one", "two"] if source == "option" else None,
+        "middleware": [],
+    }
+    options |= {"allowed_origins": ["*"], "allowed_methods": ["*"], "allowed_headers": ["*"]}
+    options |= {"allow_credentials": False, "enable_request_id_headers": False}
+    init_entrypoints_middleware(Namespace(**options), app, ())
+    keys = _Keys(app)
+
+    class Seen:
+        """Notes the client of each request, before vLLM checks the key."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                assert keys.are_required(scope)
+                clients.append(keys.client(scope))
+            await self.inner(scope, receive, send)
+
+    app.add_middleware(Seen)
+    client = TestClient(app)
+    headers = ["Bearer one", "bearer one", "BEARER one", "Bearer two", "Bearer three", "Bearer"]
+    headers += ["Bearer  one", "Basic one", "one", "Bearer one ", "Bearer\tone", "Bearer \xe9", ""]
+    answered = []
+    for header in headers:
+        sent = {b"Authorization": header.encode("latin-1")} if header else {}
+        answered.append(client.post("/v1/completions", headers=sent).status_code == 200)
+    assert [one is not None for one in clients] == answered
+    assert len({*clients} - {None}) == {"option": 2, "environment": 1, "none": 1}[source]
+    assert answered.count(True) == {"option": 4, "environment": 3, "none": 13}[source]

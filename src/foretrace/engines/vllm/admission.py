@@ -29,8 +29,8 @@ from foretrace.engines.vllm.builder import require_few_terms, require_transforma
 from foretrace.engines.vllm.builds import BuildQueue, BuildWorker, TooManyBuildsError
 from foretrace.engines.vllm.params import ADMISSION, KEYS, Admission, names_goal, parse
 from foretrace.engines.vllm.settings import Settings, open_builder
-from foretrace.engines.vllm.table_store import GoalSize, Lease
-from foretrace.errors import ForetraceError, InvalidInputError
+from foretrace.engines.vllm.table_store import GoalSize, Lease, TableStore
+from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.steering.goal import require_no_text, require_single_constraint
 
@@ -48,6 +48,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GENERATE = "/inference/v1/generate"  # has the fields of SamplingParams in its body
 MAX_ARGS = 1 << 16  # bytes of `vllm_xargs`
+MAX_BUILDS = 3  # for one request, whose attributes are replaced meanwhile, or its tables evicted
 MAX_OCCURRENCES = 8  # of its name in a body that are looked at
 # Seconds that HTTP 429 is delayed. A client that tries again at once cannot send more than one
 # request per connection and second: answering hundreds per second would slow down all others.
@@ -95,15 +96,24 @@ class _Request:
     def __init__(self) -> None:
         self.args: dict[str, Any] = {}
         self.admission: Admission | None = None
-        self.leases: list[Lease] = []
+        self.sizes: list[GoalSize] = []
+        self._leases: list[Lease] = []
         self.is_named = False
         """Whether its body has `vllm_xargs`, which the middleware has not read."""
+
+    def lease(self, store: TableStore, admission: Admission) -> bool:
+        """Lease the tables and markers of the request; return whether all of them exist."""
+        leases = [store.lease(key) for key in admission.keys]
+        self._leases = [lease for lease in leases if lease is not None]
+        if len(self._leases) < len(leases):
+            self.close()
+        return len(self._leases) == len(leases)
 
     def close(self) -> None:
         """Release the leases, so that the tables can be evicted."""
         self.admission = None
-        for lease in self.leases:
-            lease.release()
+        while self._leases:
+            self._leases.pop().release()
 
     def admitted(self, extra_args: Mapping[str, Any] | None) -> Admission | None:
         """Return the admission of the parameters that vLLM has read; None if they have no goal."""
@@ -184,7 +194,7 @@ class SteeringMiddleware:
     async def _read(self, scope: Message, receive: Receive) -> list[Message]:
         """Read the body, up to the limit."""
         header = _header(scope, b"content-length") or b""
-        declared, size = int(header) if header.isdigit() else 0, 0
+        declared, size = int(header[:20]) if header.isdigit() else 0, 0
         messages: list[Message] = []
         while max(declared, size) <= self.max_body:
             message = await receive()
@@ -201,38 +211,25 @@ class SteeringMiddleware:
             params = parse(args)
             if params is None:
                 return
-            admission = self.builder.admit(params)
             request.args = {key: args[key] for key in KEYS if key in args}
-            leases = self._lease(admission)
-            if leases is None:
+            for _ in range(MAX_BUILDS):
+                admission = self.builder.admit(params)
+                if request.lease(self.builder.store, admission):
+                    break
                 await self.queue.build(client, admission.keys, request.args)
-                leases = self._lease(admission)
-            if leases is None:  # an attribute file was replaced, or the disk cache is too small
+            else:
                 raise OSError("The tables were removed before they could be used.")
-            request.leases = leases
-            sizes = {key: self.builder.store.size(key).nbytes for key in admission.tables}
-            await self.load_rate.wait(sizes)
+            request.sizes = [self.builder.store.size(key) for key in admission.tables]
+            await self.load_rate.wait(admission.tables, request.sizes)
             request.admission = replace(admission, leased=True)
         except TooManyBuildsError as error:
             await asyncio.sleep(REFUSAL_DELAY)
             raise _RefusedError(429, str(error), error.retry_after) from error
-        except ForetraceError as error:
-            raise _RefusedError(400, str(error)) from error
-        except OSError as error:
+        except (OSError, InvalidFileError) as error:  # of the disk cache
             logger.error("Tables could not be built: %s", error)
             raise _RefusedError(503, "The server cannot build tables now. Try later.", 5) from error
-
-    def _lease(self, admission: Admission) -> list[Lease] | None:
-        """Lease the tables and markers of a request; return None if one does not exist."""
-        leases: list[Lease] = []
-        for key in admission.keys:
-            lease = self.builder.store.lease(key)
-            if lease is None:
-                for other in leases:
-                    other.release()
-                return None
-            leases.append(lease)
-        return leases
+        except ForetraceError as error:
+            raise _RefusedError(400, str(error)) from error
 
 
 class _Keys:
@@ -280,9 +277,10 @@ class LoadRate:
         self._loaded = 0.0
         """The time at which all tables are loaded."""
 
-    async def wait(self, sizes: Mapping[str, int]) -> None:
-        """Wait until the tables of a request, with these sizes, may be loaded."""
-        new = [size for key, size in sizes.items() if not self._use(key, size)]
+    async def wait(self, keys: Sequence[str], sizes: Sequence[GoalSize]) -> None:
+        """Wait until tables of these sizes may be loaded."""
+        pairs = zip(keys, sizes, strict=True)
+        new = [size.nbytes for key, size in pairs if not self._use(key, size.nbytes)]
         now = monotonic()
         self._loaded = max(self._loaded, now - LOAD_BURST) + sum(new) / LOAD_RATE
         if new and self._loaded > now:
@@ -346,7 +344,8 @@ def validate_params(params: "SamplingParams") -> None:
         admission = _admission(builder, request, params)
         if admission is None:
             return
-        sizes = [builder.store.size(key) for key in admission.tables]
+        sizes = [] if request is None else request.sizes
+        sizes = sizes or [builder.store.size(key) for key in admission.tables]
         check_limits(admission, sizes, params.max_tokens)
         if any(size.min_tokens is not None for size in sizes):
             _check_constraint(builder, admission, params)
