@@ -178,6 +178,20 @@ def test_beams_take_the_state_of_others() -> None:
         torch.testing.assert_close(steered, steer(hmm, requests, texts, logits[: len(texts)]))
 
 
+def test_beams_that_change_places_keep_the_index_of_the_batch() -> None:
+    """Their requests are equal: only states move, and nothing is copied to the device again."""
+    hmm = tiny_hmm("dense")
+    request = Request(Compiler(hmm, HORIZON).compile(goals()["one"]), (1,), LIMIT)
+    tracker, logits = PrefixTracker(hmm), torch.zeros(2, TOKENS)
+    indices = []
+    for texts in ([[0], [1]], [[1, 2], [0, 2]], [[0, 2, 1], [1, 2, 1]]):
+        tracker.step([request] * 2, texts)
+        tracker.reweight_(logits.clone())
+        (kept,) = tracker.steering._kept.values()
+        indices.append(kept.index)
+    assert indices[0] is indices[1] is indices[2]
+
+
 def test_logits_that_do_not_fit_the_batch_are_refused() -> None:
     tracker = PrefixTracker(tiny_hmm("dense"))
     tracker.step([Request(None, (), 5)], [[]])

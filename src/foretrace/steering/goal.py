@@ -1,6 +1,7 @@
 """Goals: what is wanted, what it becomes for one HMM, and a sequence that is steered toward it."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -193,12 +194,12 @@ class CompiledGoal:
         lookaheads = (factor.lookahead for factor in self.factors)
         return " * ".join(one.attribute.name for one in lookaheads if isinstance(one, Lookahead))
 
-    @property
+    @cached_property
     def min_tokens(self) -> int:
         """The fewest tokens that satisfy the constraint; 0 if there is none."""
         return max(one.lookahead.min_tokens for one in self.factors)
 
-    @property
+    @cached_property
     def max_price(self) -> float:
         """How many nats a step may cost.
 
@@ -208,12 +209,12 @@ class CompiledGoal:
         """
         return MAX_REWARD_PRICE if self.has_first_only else inf
 
-    @property
+    @cached_property
     def has_first_only(self) -> bool:
         """Whether a factor has rewards that count once per text."""
         return any(one.lookahead.has_first_only for one in self.factors)
 
-    @property
+    @cached_property
     def num_terms(self) -> int:
         """The number of terms of all factors."""
         return sum(one.lookahead.num_terms for one in self.factors)
@@ -263,6 +264,16 @@ class Request:
     def with_goal(self, goal: CompiledGoal) -> "Request":
         """Return the same request for the same goal in another form."""
         return replace(self, goal=goal)
+
+    def steers_like(self, other: "Request") -> bool:
+        """Return whether another request in the same pool has an equal goal and equal limits."""
+        if self.goal is None or other.goal is None:
+            return self.goal is other.goal
+        mine, others = (
+            (one.limit, one.horizon, one.stop_ids, goal.factors, goal.window, goal.neutral_end)
+            for one, goal in ((self, self.goal), (other, other.goal))
+        )
+        return mine == others
 
 
 def require_single_constraint(count: int) -> None:

@@ -209,7 +209,15 @@ class Steering:
             return
         requests = {slot: self._requests.get(source) for slot, source in changed.items()}
         counts = {slot: self._counts.get(source, 0) for slot, source in changed.items()}
-        self._take({slot: one for slot, one in requests.items() if one is not None})
+        # The beams of a prompt have equal requests: a step then changes the states alone.
+        self._take(
+            {
+                slot: one
+                for slot, one in requests.items()
+                if one is not None
+                and (slot not in self._requests or not one.steers_like(self._requests[slot]))
+            }
+        )
         self.finish([slot for slot, one in requests.items() if one is None])
         self._counts |= {slot: counts[slot] for slot, one in requests.items() if one is not None}
         self._reserve(max(changed))
