@@ -195,7 +195,7 @@ class TableStore:
         for _, entry_size, path in entries:
             if used + size <= LOW_WATER * self.budget:
                 return
-            if _evict(path):
+            if _evict(path) or not path.exists():  # another process may have evicted it
                 used -= entry_size
         if used + size > self.budget:
             raise OSError(
