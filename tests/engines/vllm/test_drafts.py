@@ -196,6 +196,14 @@ def test_runner_v1_refuses_drafts() -> None:
         SteeringProcessor(_config(1), torch.device("cpu"), False)
 
 
+@pytest.mark.parametrize("method", ["synthetic", "fly"])
+def test_a_verification_that_ignores_steering_is_refused(method: str) -> None:
+    config = _config(2)
+    config.speculative_config.rejection_sample_method = method
+    with pytest.raises(InvalidInputError, match=f"'{method}' accepts drafted tokens"):
+        SteeringProcessor(config, FakeRunner(0))
+
+
 @pytest.mark.shows("vLLM, runner V2", "speculative decoding")
 def test_speculative_decoding_writes_the_same(tmp_path: Path, settings: Settings) -> None:
     """Greedy, with a small LM that repeats itself, so that many drafts are accepted."""
