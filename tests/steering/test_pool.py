@@ -112,6 +112,22 @@ def test_a_goal_that_was_used_before_needs_no_tables() -> None:
         Steering(hmm).start({0: Request(light, (1,), 9)})
 
 
+def test_goals_that_start_together_do_not_remove_each_other() -> None:
+    """A server has found the second goal in the pool, and the first one needs room."""
+    hmm = tiny_hmm("dense")
+    compiler, steering = Compiler(hmm, HORIZON), Steering(hmm, memory=0)
+    known = compiler.compile(Goal(drawn(0), 1.0))
+    steering.start({0: Request(known, (1,), 9), 9: request_for(compiler, Goal(drawn(9), 1.0))})
+    steering.finish([0])  # nothing uses its rows now, and the other sequence goes on
+    pooled = steering.pool.find(known.factors[0].key)
+    assert isinstance(pooled, PooledLookahead)
+    factor = known.factors[0]._replace(lookahead=pooled)
+    light = type(known)(hmm, (factor,), known.window, known.neutral_end)
+    new = request_for(compiler, Goal(drawn(1) | drawn(2), 1.0))
+    steering.start({0: new, 1: Request(light, (1,), 9)})
+    assert steering.reweight_(torch.zeros(1, TOKENS), [1], measure=True) is not None
+
+
 def test_a_start_that_fails_takes_nothing() -> None:
     hmm = tiny_hmm("dense")
     compiler, steering = Compiler(hmm, HORIZON), Steering(hmm, memory=0)

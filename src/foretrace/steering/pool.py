@@ -5,7 +5,8 @@ not depend on the number of goals. The pool is the only copy on the device.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -85,6 +86,13 @@ class Slab:
         self.data = old.new_zeros(len(old) + added, *old.shape[1:])
         self.data[: len(old)] = old
         self.free(len(old), added)
+
+
+def _keys(goal: CompiledGoal) -> list[str]:
+    """Return the keys of a goal's parts."""
+    markers = (goal.window.after, goal.window.until)
+    keys = [factor.key for factor in goal.factors]
+    return [*keys, *(one.key for one in markers if not (one is None or isinstance(one, int)))]
 
 
 @dataclass
@@ -195,9 +203,18 @@ class TablePool:
 
     def release(self, goal: CompiledGoal) -> None:
         """Let go of a goal that `acquire` returned. It stays until its room is needed."""
-        markers = (goal.window.after, goal.window.until)
-        keys = [factor.key for factor in goal.factors]
-        self._release([*keys, *(one.key for one in markers if isinstance(one, PooledMarker))])
+        self._release(_keys(goal))
+
+    @contextmanager
+    def pinned(self, goals: Sequence[CompiledGoal]) -> Iterator[None]:
+        """Keep what the pool has of goals, so that acquiring one does not remove another's."""
+        keys = [key for goal in goals for key in _keys(goal) if key in self._entries]
+        for key in keys:
+            self._entries[key].users += 1
+        try:
+            yield
+        finally:
+            self._release(keys)
 
     def is_met(self, goal: CompiledGoal, tokens: Sequence[int]) -> bool:
         """Return whether a text meets the constraint of a goal that `acquire` returned.

@@ -162,10 +162,12 @@ class Steering:
     def _take(self, requests: Mapping[int, Request]) -> None:
         """Take the pool's rows for requests, then give back the rows of those that they replace."""
         pooled = {}
+        goals = [request.goal for request in requests.values() if request.goal is not None]
         try:
-            for slot, request in requests.items():
-                if request.goal is not None:
-                    pooled[slot] = request.with_goal(self.pool.acquire(request.goal))
+            with self.pool.pinned(goals):
+                for slot, request in requests.items():
+                    if request.goal is not None:
+                        pooled[slot] = request.with_goal(self.pool.acquire(request.goal))
         except BaseException:
             for request in pooled.values():
                 assert request.goal is not None
