@@ -9,7 +9,8 @@ whose file exists and was calibrated is not made again: delete the file to make 
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import group_terms, tokenize, word_tokens
-from foretrace.engines.transformers import calibration, encode_prompts, stop_tokens
+from foretrace.engines.transformers.verdict import calibrate_and_report
 from foretrace.vocabulary import tokenizer_settings
 
 FOLDER = Path(__file__).parent
@@ -63,55 +64,47 @@ class Maker:
         self.tokenizer = AutoTokenizer.from_pretrained(lm)
         self.hmm = HMM.from_pretrained(hmm)
         self.settings = tokenizer_settings(self.tokenizer.get_vocab())
-        self._runs: calibration.SteeredRuns | None = None
 
     def make(self, name: str, source: Source) -> Attribute:
         """Fit and calibrate an attribute."""
-        token_ids, scores, groups = self._examples(source.train, source)
+        texts, scores = self._read(source.train, source)
+        windows = tokenize(texts, self.tokenizer, 128)
         validation = None
         if source.test is not None:
-            validation = self._examples(source.test, source)[:2]
+            held_out, held_out_scores = self._read(source.test, source)
+            pieces = tokenize(held_out, self.tokenizer, 128)
+            validation = pieces.token_ids, [held_out_scores[text] for text in pieces.texts]
         keep = word_tokens(group_terms(), self.tokenizer) if source.keep else ()
         fitted = Attribute.fit(
-            token_ids,
-            scores,
+            windows.token_ids,
+            [scores[text] for text in windows.texts],
             config=FitConfig(keep=keep),
-            groups=groups,
+            groups=windows.texts,
             validation=validation,
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
             **self.settings,
         )
-        levels = calibration.calibrate(self.runs(), self.hmm, fitted)
-        record = {"prompts": PROMPTS, "levels": {k: v._asdict() for k, v in levels.items()}}
-        config = replace(
-            fitted.config,
-            levels={level: found.strength for level, found in levels.items()},
-            fit={**fitted.config.fit, "calibration": record},
+        return calibrate_and_report(
+            self.model,
+            self.tokenizer,
+            self.hmm,
+            fitted,
+            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
+            texts=texts,
+            scores=scores,
+            source={"prompts": PROMPTS},
         )
-        return replace(fitted, config=config)
 
-    def runs(self) -> calibration.SteeredRuns:
-        """Return the runs of the language model, which is loaded by the first call."""
-        if self._runs is None:
-            lm = AutoModelForCausalLM.from_pretrained(self.lm, dtype="float32")
-            rows = _tabular.read_rows(self.data / PROMPTS, ["prompt"])
-            prompts = [row["prompt"] for row in rows[: 2 * calibration.NUM_ROWS]]
-            self._runs = calibration.SteeredRuns(
-                lm,
-                encode_prompts(self.tokenizer, prompts),
-                ends=stop_tokens(lm.generation_config, self.hmm.config.eos_token_ids),
-            )
-        return self._runs
+    @cached_property
+    def model(self) -> Any:
+        """The language model, which is loaded when it is first needed."""
+        return AutoModelForCausalLM.from_pretrained(self.lm, dtype="float32")
 
-    def _examples(
-        self, file: str, source: Source
-    ) -> tuple[list[list[int]], list[float], list[int]]:
-        """Return windows of token ids, their scores, and the text of each window."""
+    def _read(self, file: str, source: Source) -> tuple[list[str], list[float]]:
+        """Return the texts of a table and their scores."""
         rows = [row for row in _tabular.read_rows(self.data / file, []) if row[source.text]]
-        windows = tokenize([row[source.text] for row in rows], self.tokenizer, 128)
-        scores = [float(source.score(row)) for row in rows]
-        return windows.token_ids, [scores[text] for text in windows.texts], windows.texts
+        return [row[source.text] for row in rows], [float(source.score(row)) for row in rows]
 
 
 def table(store: AttributeStore, tokenizer: Any) -> str:

@@ -41,6 +41,12 @@ def test_levels_are_written_into_the_file(run: Run, options: list[str]) -> None:
         assert level["strength"] == after.config.levels[name]
         assert f"{level['strength']:.3g}" in done.out
     assert "nats per token" in done.out
+    assert after.report is not None
+    assert len(after.report.levels[-1].pairs) == 3
+    shown = run("attribute", "show", store.path("odd"))
+    for text in (after.report.verdict, after.report.judge, *after.report.levels[-1].pairs[0]):
+        assert text.strip() in done.out
+        assert text.strip() in shown.out
     assert len(list(Path(options[4]).iterdir())) == 3
 
 

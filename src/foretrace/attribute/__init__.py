@@ -6,12 +6,14 @@ from foretrace.attribute.expression import Expression, as_expression, parse
 from foretrace.attribute.fitting.candidate import FitConfig
 from foretrace.attribute.fitting.examples import Windows, tokenize
 from foretrace.attribute.fitting.words import group_terms, word_tokens
+from foretrace.attribute.report import AttributeReport
 from foretrace.attribute.store import AttributeStore
 from foretrace.attribute.transform import LogitAffine
 
 __all__ = [
     "Attribute",
     "AttributeConfig",
+    "AttributeReport",
     "AttributeStore",
     "Expression",
     "FitConfig",

@@ -20,6 +20,7 @@ from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
+from foretrace.attribute.report import AttributeReport
 from foretrace.attribute.substring import substring_dfa
 from foretrace.attribute.terms import Terms
 from foretrace.attribute.token_ids import Mask, Text, Texts, flatten
@@ -306,6 +307,19 @@ class Attribute:
     def name(self) -> str:
         """The name of the attribute."""
         return self.config.name
+
+    @property
+    def report(self) -> AttributeReport | None:
+        """What steering toward the attribute does, as `foretrace calibrate` measured it, or None.
+
+        Example:
+            >>> attribute.report is None
+            True
+        """
+        fit = self.config.fit
+        if "report" not in fit:
+            return None
+        return AttributeReport.from_record(fit["report"], fit.get("warnings", ()))
 
     @cached_property
     def checksum(self) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretrace.cli.loading import load_tokenizer
+from foretrace.cli.report import print_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,8 @@ def describe(
         console.print(strongest)
     if tokenizer is not None:
         _warn_of_group_terms(attribute, tokenizer)
+    if attribute.report is not None:
+        print_report(attribute.report)
 
 
 def _rewards(attribute: "Attribute") -> dict[int, float]:

@@ -72,13 +72,36 @@ def test_price_is_that_of_the_sampler(model: PreTrainedModel, hmm: HMM) -> None:
 
 
 def test_runs_use_the_same_random_numbers(model: PreTrainedModel, hmm: HMM) -> None:
-    seen: list[int] = []
-    runs = SteeredRuns(model, PROMPTS, ends=ENDS, max_new_tokens=8, on_progress=seen.append)
+    seen: list[tuple[str, int, int, str]] = []
+    runs = SteeredRuns(
+        model,
+        PROMPTS,
+        ends=ENDS,
+        max_new_tokens=8,
+        on_progress=lambda *update: seen.append(update),
+    )
     prices = [
         runs.price(compiled(hmm, attributes()[0], 8, strength)) for strength in (1.0, 1.0, 1.01)
     ]
     assert prices[0] == prices[1] < prices[2] < 1.05 * prices[0]
-    assert seen == [*range(1, 9)] * 3
+    assert [done for _, done, *_ in seen] == [*range(1, 9)] * 3
+    assert {update[2:] for update in seen} == {(8, "tokens")}
+
+
+def test_continuations_have_prices_and_the_likelihood_of_the_bare_lm(
+    model: PreTrainedModel, hmm: HMM
+) -> None:
+    runs = SteeredRuns(model, PROMPTS, ends=ENDS, copies=2, max_new_tokens=6)
+    for goal in (None, compiled(hmm, attributes()[0], 6, 3.0)):
+        drawn = runs.draw(goal)
+        assert len(drawn) == 2 * len(PROMPTS)
+        for prompt, row in zip(runs.prompts, drawn, strict=True):
+            ids = torch.tensor([[*prompt, *row.tokens]])
+            with torch.inference_mode():
+                predicted = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            nats = -predicted.gather(1, ids[0, len(prompt) :, None]).sum()
+            assert row.nats == pytest.approx(float(nats), rel=1e-4)
+            assert (row.price == 0) is (goal is None)
 
 
 def test_openings_do_not_end(model: PreTrainedModel) -> None:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretrace.attribute import Attribute
 from foretrace.engines.prompts import Goals, common_hmm
-from foretrace.engines.transformers.batch import LMBatch
+from foretrace.engines.transformers.batch import LMBatch, cut_at_end
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, find_strength
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 TOLERANCE = 0.15  # of the price, relative: the runs are too short for a closer estimate
 NUM_ROWS = 32  # sequences of a run
 OPENING_TOKENS = 8  # of the default prompts
+OnStage = Callable[[str, int, int, str], None]
+"""Called with the name of a stage, what is done of it, its size, and the unit of both."""
+
+
+def silent(stage: str, done: int, total: int, unit: str) -> None:
+    """Show no progress."""
 
 
 class CalibratedLevel(NamedTuple):
@@ -39,22 +45,27 @@ class CalibratedLevel(NamedTuple):
     price: float
 
 
-class PriceMeter(Protocol):
-    """Measures the price of steering a language model."""
+class Continuation(NamedTuple):
+    """A continuation of a prompt.
 
-    max_new_tokens: int
+    Attributes:
+        tokens: The token ids, with the end-of-text token.
+        price: The price of steering, in nats, summed over the tokens.
+        nats: The negative log-probability of the tokens under the bare LM.
+    """
 
-    def price(self, goal: CompiledGoal) -> float:
-        """Return the mean price of a goal in nats per generated token."""
+    tokens: list[int]
+    price: float
+    nats: float
 
 
 def calibrate(
-    meter: PriceMeter, hmm: HMM, attribute: Attribute, budgets: Mapping[str, float] = BUDGETS
+    runs: "SteeredRuns", hmm: HMM, attribute: Attribute, budgets: Mapping[str, float] = BUDGETS
 ) -> dict[str, CalibratedLevel]:
     """Find the strength of every level of an attribute.
 
     Args:
-        meter: Measures prices, such as `SteeredRuns`. It is called three to ten times.
+        runs: The runs of the language model that measure prices, three to ten times.
         hmm: The HMM of the language model.
         attribute: A product, evidence, or a conjunction of them.
         budgets: The price of each level in nats per token.
@@ -74,10 +85,10 @@ def calibrate(
     if wrong := [budget for budget in budgets.values() if not budget > 0]:
         raise InvalidInputError(f"A budget must be above 0 nats per token, not {wrong[0]:g}.")
 
-    compiler = Compiler(hmm, meter.max_new_tokens, memory=0)
+    compiler = Compiler(hmm, runs.max_new_tokens, memory=0)
 
     def price(strength: float) -> float:
-        return meter.price(compiler.compile(Goal(attribute, strength)))
+        return runs.price(compiler.compile(Goal(attribute, strength)))
 
     known: dict[float, float] = {}
     middle = median_low(budgets.values())
@@ -102,7 +113,7 @@ class SteeredRuns:
         copies: Continuations of each prompt. By default, NUM_ROWS sequences in all.
         max_new_tokens: Tokens to generate at most.
         seed: The random seed.
-        on_progress: Called with the number of tokens generated so far, at every step of a run.
+        on_progress: Called at every step of a run, with the name of the goal.
     """
 
     def __init__(
@@ -114,7 +125,7 @@ class SteeredRuns:
         copies: int | None = None,
         max_new_tokens: int = 24,
         seed: int = 0,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: OnStage = silent,
     ) -> None:
         copies = copies or -(-NUM_ROWS // len(prompts))
         self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
@@ -123,7 +134,6 @@ class SteeredRuns:
         self.on_progress = on_progress
         self._rows = LMBatch(model, prompts, copies)  # the prompts are read once
 
-    @torch.inference_mode()
     def price(self, goal: Goals) -> float:
         """Return the mean price of a generated token, in nats.
 
@@ -133,36 +143,63 @@ class SteeredRuns:
         Returns:
             Nats per token.
         """
-        hmm = common_hmm(goal)
-        assert hmm is not None
-        each = [goal] * self._num_prompts if isinstance(goal, CompiledGoal) else goal or []
-        copies = len(self.prompts) // self._num_prompts
-        requests = [
-            Request(each[row // copies], prompt, self.max_new_tokens, None, self.ends)
-            for row, prompt in enumerate(self.prompts)
-        ]
-        rows, steering = deepcopy(self._rows), Steering(hmm)
-        slots = list(range(len(requests)))
-        steering.start(dict(enumerate(requests)))
-        generator = torch.Generator(rows.logits.device).manual_seed(self.seed)
-        ends = torch.tensor(self.ends, dtype=torch.long, device=rows.logits.device)
-        has_ended = torch.zeros(len(requests), dtype=torch.bool, device=rows.logits.device)
-        total, count = 0.0, 0
+        drawn = self.draw(goal)
+        return sum(row.price for row in drawn) / sum(len(row.tokens) for row in drawn)
+
+    @torch.inference_mode()
+    def draw(self, goal: Goals, stage: str = "") -> list[Continuation]:
+        """Continue the prompts.
+
+        Args:
+            goal: The goal of all prompts, or a goal for each prompt; None for bare texts.
+            stage: The name of the run, for `on_progress`. By default, the name of the goal.
+
+        Returns:
+            The continuations of each prompt, one after the other.
+        """
+        stage = stage or (goal.name if isinstance(goal, CompiledGoal) else "steered")
+        rows, steering = deepcopy(self._rows), self._start(goal)
+        slots, device = list(range(len(self.prompts))), rows.logits.device
+        generator = torch.Generator(device).manual_seed(self.seed)
+        ends = torch.tensor(self.ends, dtype=torch.long, device=device)
+        has_ended = torch.zeros(len(slots), dtype=torch.bool, device=device)
+        sums, drawn = torch.zeros(2, len(slots), device=device), []  # price, -log p
         for num_generated in range(1, self.max_new_tokens + 1):
-            steered = rows.logits.clone()
-            prices = steering.reweight_(steered, slots, measure=True)
-            assert prices is not None
-            total += float(prices.nats.to(has_ended.device)[~has_ended].sum())
-            count += int((~has_ended).sum())
-            tokens = _draw(steered, generator)
+            logits = rows.logits
+            if steering is not None:
+                logits = logits.clone()
+                prices = steering.reweight_(logits, slots, measure=True)
+                assert prices is not None
+                sums[0] += prices.nats.to(device).masked_fill(has_ended, 0.0)
+            tokens = _draw(logits, generator)
+            nats = -rows.logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            sums[1] += nats.masked_fill(has_ended, 0.0)
             has_ended |= torch.isin(tokens, ends)
-            if self.on_progress is not None:
-                self.on_progress(num_generated)
+            drawn.append(tokens)
+            self.on_progress(stage, num_generated, self.max_new_tokens, "tokens")
             if num_generated == self.max_new_tokens or bool(has_ended.all()):
                 break
-            steering.advance(slots, tokens.to(hmm.device))
+            if steering is not None:
+                steering.advance(slots, tokens.to(steering.hmm.device))
             rows.append(tokens)
-        return total / count
+        texts = [cut_at_end(row, self.ends) for row in torch.stack(drawn, 1).tolist()]
+        return list(map(Continuation, texts, *sums.tolist()))
+
+    def _start(self, goal: Goals) -> Steering | None:
+        """Start all sequences; None for bare texts."""
+        hmm = common_hmm(goal)
+        if hmm is None:
+            return None
+        each = [goal] * self._num_prompts if isinstance(goal, CompiledGoal) else goal or []
+        copies = len(self.prompts) // self._num_prompts
+        steering = Steering(hmm)
+        steering.start(
+            {
+                row: Request(each[row // copies], prompt, self.max_new_tokens, None, self.ends)
+                for row, prompt in enumerate(self.prompts)
+            }
+        )
+        return steering
 
 
 def start_token(tokenizer: "PreTrainedTokenizerBase", hmm: HMM) -> int:

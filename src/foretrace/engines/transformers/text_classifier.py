@@ -1,0 +1,214 @@
+"""A classifier of whole texts: logistic regression on hidden states of a language model.
+
+The mean of a middle layer's states says what a text is about and how it is written. The tokens that
+an attribute rewards have no weights of their own in it, so that it judges attributes independently.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foretrace.attribute.fitting.examples import marks_words_by_space
+from foretrace.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_TEXTS = 2_000  # to fit to
+MIN_TEXTS = 20  # with the attribute, and without it
+MAX_TOKENS = 64  # that are read of a text
+BATCH_TOKENS = 2_048
+FOLDS = 5
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # values of C, the inverse of the penalty
+Floats = NDArray[np.float64]
+OnTexts = Callable[[int, int], None]
+"""Called with the number of texts that were read, and of all texts."""
+
+
+def _silent(done: int, total: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class TextClassifier:
+    """Estimates the probability that a text has an attribute.
+
+    Attributes:
+        lm: The causal LM of transformers that reads texts.
+        tokenizer: Its tokenizer.
+        regression: The fitted pipeline of scikit-learn, on mean hidden states.
+        auc: The cross-validated AUC.
+        num_texts: The number of texts that it was fitted to.
+
+    Example:
+        >>> from foretrace.engines.transformers.text_classifier import TextClassifier
+        >>> texts, scores = ["you fool", "dear customer"] * 20, [0.0, 1.0] * 20
+        >>> polite = TextClassifier.fit(model, tokenizer, texts, scores)
+        >>> rude, kind = polite.score(["you fool", "dear customer"])
+        >>> rude < 0.5 < kind
+        True
+    """
+
+    lm: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    regression: Any
+    auc: float
+    num_texts: int
+
+    @classmethod
+    def fit(
+        cls,
+        lm: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        texts: Sequence[str],
+        scores: Sequence[float],
+        *,
+        groups: Sequence[int] | None = None,
+        seed: int = 0,
+        on_progress: OnTexts = _silent,
+    ) -> Self:
+        """Fit to as many texts with the attribute as without it, at most MAX_TEXTS.
+
+        A text has the attribute if its score is at least 0.5. If all texts are on one side, the
+        median is the threshold. Cross-validation chooses the ridge penalty.
+
+        Args:
+            lm: A causal LM of transformers.
+            tokenizer: Its tokenizer.
+            texts: The texts. Only their first MAX_TOKENS tokens are read.
+            scores: The probability that each text has the attribute.
+            groups: A number for each text. Cross-validation holds out texts with the same number
+                together.
+            seed: The seed of the sample and of the folds.
+            on_progress: Called after every batch of texts.
+
+        Returns:
+            The classifier.
+
+        Raises:
+            InvalidInputError: If there are fewer than MIN_TEXTS texts on a side.
+        """
+        from sklearn.metrics import log_loss, roc_auc_score
+        from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
+
+        labels = _labels(np.asarray(scores, dtype=np.float64))
+        chosen = _balanced(labels, np.random.default_rng(seed))
+        labels = labels[chosen]
+        states = mean_states(lm, tokenizer, [texts[row] for row in chosen], on_progress)
+        members = chosen if groups is None else np.asarray(groups)[chosen]
+        folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
+        predicted = {
+            ridge: cross_val_predict(
+                _regression(ridge), states, labels, groups=members, cv=folds, method="predict_proba"
+            )[:, 1]
+            for ridge in RIDGES
+        }
+        best = min(RIDGES, key=lambda ridge: log_loss(labels, predicted[ridge]))
+        auc = float(roc_auc_score(labels, predicted[best]))
+        return cls(lm, tokenizer, _regression(best).fit(states, labels), auc, len(chosen))
+
+    def score(self, texts: Sequence[str], *, on_progress: OnTexts = _silent) -> list[float]:
+        """Return the probability that each text has the attribute.
+
+        Args:
+            texts: The texts. An empty text is allowed.
+            on_progress: Called after every batch of texts.
+
+        Returns:
+            The probabilities.
+        """
+        states = mean_states(self.lm, self.tokenizer, texts, on_progress)
+        probabilities: list[float] = self.regression.predict_proba(states)[:, 1].tolist()
+        return probabilities
+
+
+@torch.inference_mode()
+def mean_states(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str],
+    on_progress: OnTexts = _silent,
+) -> Floats:
+    """Compute the mean hidden state of each text in a middle layer.
+
+    A token that begins a text is put before each, because LMs give the first token of a sequence a
+    state of its own. It does not count, unless the text is empty.
+
+    Args:
+        lm: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        texts: The texts. Only their first MAX_TOKENS tokens are read.
+        on_progress: Called after every batch of texts.
+
+    Returns:
+        The states, of shape (n, d).
+    """
+    starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    start = [token for token in starts if isinstance(token, int)][:1]
+    rows = _encode(tokenizer, texts)
+    means: list[Floats | None] = [None] * len(rows)
+    done = 0
+    for batch in _batches(rows):
+        sequences = [torch.tensor([*start, *rows[row]] or [0]) for row in batch]
+        ids = pad_sequence(sequences, batch_first=True)  # the LM is causal: no mask is needed
+        output = lm.base_model(ids.to(lm.device), output_hidden_states=True, use_cache=False)
+        layers: Sequence[Tensor] = output.hidden_states
+        for row, states in zip(batch, layers[len(layers) // 2].float().cpu(), strict=True):
+            first = len(start) if rows[row] else 0
+            read = states[first : max(1, len(start) + len(rows[row]))]
+            means[row] = read.mean(0).double().numpy()
+        done += len(batch)
+        on_progress(done, len(rows))
+    return np.stack([mean for mean in means if mean is not None])
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts as continuations, and cut them at MAX_TOKENS."""
+    prefix = " " if marks_words_by_space(tokenizer) else ""
+    spaced = [text if not text or text[0].isspace() else prefix + text for text in texts]
+    encoded = tokenizer(spaced, add_special_tokens=False, split_special_tokens=True)
+    return [ids[:MAX_TOKENS] for ids in encoded["input_ids"]]
+
+
+def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the indices of rows of similar length, with about BATCH_TOKENS tokens in all."""
+    batch: list[int] = []
+    for row in sorted(range(len(rows)), key=lambda row: len(rows[row])):
+        if batch and (len(batch) + 1) * (len(rows[row]) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _labels(scores: Floats) -> NDArray[np.bool_]:
+    """Return which texts have the attribute."""
+    labels: NDArray[np.bool_] = scores >= 0.5
+    return labels if 0 < labels.sum() < len(labels) else scores > np.median(scores)
+
+
+def _balanced(labels: NDArray[np.bool_], random: np.random.Generator) -> NDArray[np.int64]:
+    """Draw as many texts with the attribute as without it, and return their indices."""
+    sides = [np.flatnonzero(labels == side) for side in (False, True)]
+    size = min(MAX_TEXTS // 2, *map(len, sides))
+    if size < MIN_TEXTS:
+        raise InvalidInputError(
+            f"A classifier of texts needs at least {MIN_TEXTS} texts with the attribute and "
+            f"{MIN_TEXTS} without it, but there are {len(sides[1])} and {len(sides[0])}."
+        )
+    return np.sort(np.concatenate([random.permutation(side)[:size] for side in sides]))
+
+
+def _regression(ridge: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression(C=ridge, max_iter=1000))

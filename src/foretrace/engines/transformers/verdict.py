@@ -1,0 +1,311 @@
+"""What an attribute does to the texts of a language model: levels, a report, a verdict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretrace.attribute import Attribute
+from foretrace.attribute.report import AttributeReport, LevelReport, TextPair
+from foretrace.chat import Prompt
+from foretrace.engines.prompts import decode_after, encode_prompts, turn_ends
+from foretrace.engines.transformers.calibration import (
+    NUM_ROWS,
+    Continuation,
+    OnStage,
+    SteeredRuns,
+    calibrate,
+    silent,
+    start_token,
+    write_openings,
+)
+from foretrace.engines.transformers.generation import stop_tokens
+from foretrace.engines.transformers.text_classifier import TextClassifier
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead.levels import BUDGETS
+from foretrace.steering import Compiler, Goal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MIN_AUC = 0.7  # of the judge; below it, the attribute's own probability is the better one
+REPORT_ROWS = 2 * NUM_ROWS  # sequences of a run for the report
+NUM_PAIRS = 3  # of texts to read
+Floats = NDArray[np.float64]
+
+
+def calibrate_and_report(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    hmm: HMM,
+    attribute: Attribute,
+    *,
+    prompts: Sequence[Prompt] = (),
+    texts: Sequence[str] = (),
+    scores: Sequence[float] = (),
+    budgets: Mapping[str, float] = BUDGETS,
+    max_new_tokens: int = 24,
+    seed: int = 0,
+    source: Mapping[str, Any] | None = None,
+    on_progress: OnStage = silent,
+) -> Attribute:
+    """Find the strengths of an attribute's levels, and measure what they change.
+
+    Args:
+        lm: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        hmm: Its HMM, on the device of the LM.
+        attribute: A product, evidence, or a conjunction of them.
+        prompts: Texts and chats to continue, of which the first NUM_ROWS are used. By default,
+            openings that the LM writes.
+        texts: The texts that the attribute was fitted to. An independent classifier of texts, which
+            judges the steered texts, is fitted to them.
+        scores: Their scores.
+        budgets: The price of each level in nats per token.
+        max_new_tokens: Tokens to generate at most.
+        seed: The random seed.
+        source: What was used, for the record: the names of the LM, the HMM and the prompts.
+        on_progress: Called with stage, done, total and unit.
+
+    Returns:
+        The attribute with its levels, and with `report`.
+
+    Raises:
+        InvalidInputError: If the attribute has no strength, or a budget is not above 0.
+
+    Example:
+        >>> from foretrace.engines.transformers.verdict import calibrate_and_report
+        >>> measured = calibrate_and_report(model, tokenizer, hmm, attribute, max_new_tokens=4)
+        >>> list(measured.config.levels)
+        ['mild', 'medium', 'strong']
+        >>> measured.report.independent
+        False
+    """
+    encoded = _Prompts.encode(lm, tokenizer, hmm, prompts, seed)
+    runs = SteeredRuns(
+        lm,
+        encoded.ids,
+        ends=encoded.ends,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        on_progress=on_progress,
+    )
+    levels = calibrate(runs, hmm, attribute, budgets)
+    record = {
+        **(source or {}),
+        "rows": len(runs.prompts),
+        "max_new_tokens": max_new_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": seed,
+        "levels": {name: level._asdict() for name, level in levels.items()},
+    }
+    strengths = {name: level.strength for name, level in levels.items()}
+    attribute = _with_record(attribute, calibration=record)
+    attribute = replace(attribute, config=replace(attribute.config, levels=strengths))
+    report = measure_report(
+        lm,
+        tokenizer,
+        hmm,
+        attribute,
+        prompts,
+        judge=_fit_judge(lm, tokenizer, texts, scores, on_progress),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        on_progress=on_progress,
+    )
+    return _with_record(attribute, report=report.to_record())
+
+
+def measure_report(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    hmm: HMM,
+    attribute: Attribute,
+    prompts: Sequence[Prompt] = (),
+    *,
+    judge: TextClassifier | None = None,
+    max_new_tokens: int = 24,
+    seed: int = 0,
+    on_progress: OnStage = silent,
+) -> AttributeReport:
+    """Measure what the levels of an attribute change in the texts of a language model.
+
+    The same prompts are continued without steering and at every level, from the same random
+    numbers, at temperature 1 and top-p 1.
+
+    Args:
+        lm: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        hmm: Its HMM, on the device of the LM.
+        attribute: An attribute with levels.
+        prompts: Texts and chats to continue, of which the first NUM_ROWS are used. By default,
+            openings that the LM writes.
+        judge: A classifier of texts that have the attribute. Without one, or if its AUC is below
+            MIN_AUC, the attribute's own probability is measured.
+        max_new_tokens: Tokens to generate at most.
+        seed: The random seed.
+        on_progress: Called with stage, done, total and unit.
+
+    Returns:
+        The report.
+
+    Raises:
+        InvalidInputError: If the attribute has no levels.
+
+    Example:
+        >>> from dataclasses import dataclass, replace
+        >>> from foretrace.engines.transformers.verdict import measure_report
+        >>> config = replace(attribute.config, levels={"strong": 4.0})
+        >>> calibrated = replace(attribute, config=config)
+        >>> report = measure_report(model, tokenizer, hmm, calibrated, max_new_tokens=4)
+        >>> [level.level for level in report.levels]
+        ['strong']
+    """
+    if not attribute.config.levels:
+        raise InvalidInputError(
+            f"'{attribute.name}' has no levels to report on. Run `foretrace calibrate` first."
+        )
+    encoded = _Prompts.encode(lm, tokenizer, hmm, prompts, seed)
+    runs = SteeredRuns(
+        lm,
+        encoded.ids,
+        ends=encoded.ends,
+        copies=-(-REPORT_ROWS // len(encoded.ids)),
+        max_new_tokens=max_new_tokens,
+        seed=seed + 1,  # not the numbers by which the price was calibrated
+        on_progress=on_progress,
+    )
+    trusted = judge is not None and judge.auc >= MIN_AUC
+    reader = _Reader(tokenizer, attribute, judge if trusted else None, runs)
+    budgets = attribute.config.fit.get("calibration", {}).get("levels", {})
+    compiler = Compiler(hmm, max_new_tokens, memory=0)
+    bare, levels = reader.read(runs.draw(None, "bare")), []
+    for name, strength in sorted(attribute.config.levels.items(), key=lambda item: item[1]):
+        steered = reader.read(runs.draw(compiler.compile(Goal(attribute, strength)), name))
+        level = _compare(bare, steered, len(encoded.ids))
+        pairs = [
+            TextPair(reader.prompt_text(row), bare.texts[row], steered.texts[row])
+            for row in range(0, len(bare.texts), len(bare.texts) // len(encoded.ids))
+        ]
+        budget = budgets.get(name, {}).get("budget")
+        levels.append(
+            LevelReport(name, strength, **level, budget=budget, pairs=tuple(pairs[:NUM_PAIRS]))
+        )
+    return AttributeReport(
+        tuple(levels),
+        trusted,
+        None if judge is None else judge.auc,
+        0 if judge is None else judge.num_texts,
+        len(encoded.ids),
+        tuple(attribute.config.fit.get("warnings", ())),
+    )
+
+
+class _Prompts(NamedTuple):
+    """Token ids of prompts, and the tokens that end their continuations."""
+
+    ids: list[list[int]]
+    ends: list[int]
+
+    @classmethod
+    def encode(
+        cls,
+        lm: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        hmm: HMM,
+        prompts: Sequence[Prompt],
+        seed: int,
+    ) -> "_Prompts":
+        """Encode prompts; without any, let the LM write openings."""
+        prompts = list(prompts)[:NUM_ROWS]
+        ends = [*hmm.config.eos_token_ids, *turn_ends(tokenizer, prompts)]
+        ends = stop_tokens(lm.generation_config, ends)
+        if prompts:
+            return cls(encode_prompts(tokenizer, prompts), ends)
+        start = start_token(tokenizer, hmm)
+        return cls(write_openings(lm, start, ends=ends, seed=seed), ends)
+
+
+class _Read(NamedTuple):
+    """Continuations as texts, their probabilities of the attribute, and means over all tokens."""
+
+    texts: list[str]
+    probabilities: Floats
+    price: float
+    nats: float
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Decodes continuations and judges them."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    attribute: Attribute
+    judge: TextClassifier | None
+    runs: SteeredRuns
+
+    def read(self, drawn: Sequence[Continuation]) -> _Read:
+        """Decode and judge continuations."""
+        texts = [
+            decode_after(self.tokenizer, prompt, row.tokens)
+            for prompt, row in zip(self.runs.prompts, drawn, strict=True)
+        ]
+        if self.judge is not None:
+            probabilities = np.array(self.judge.score(texts))
+        else:
+            ends = set(self.runs.ends)
+            kept = [[token for token in row.tokens if token not in ends] for row in drawn]
+            probabilities = self.attribute.probability(kept).numpy()
+        count = sum(len(row.tokens) for row in drawn)
+        price, nats = sum(row.price for row in drawn), sum(row.nats for row in drawn)
+        return _Read(texts, probabilities, price / count, nats / count)
+
+    def prompt_text(self, row: int) -> str:
+        """Return the prompt of a row as text."""
+        return str(self.tokenizer.decode([*self.runs.prompts[row]], skip_special_tokens=True))
+
+
+def _compare(bare: _Read, steered: _Read, num_prompts: int) -> dict[str, float]:
+    """Return the figures of a level. Rows of one prompt are next to each other."""
+    gains = (steered.probabilities - bare.probabilities).reshape(num_prompts, -1)
+    each = gains.mean(1) if num_prompts > 1 else gains[0]
+    return {
+        "price": steered.price,
+        "before": float(bare.probabilities.mean()),
+        "after": float(steered.probabilities.mean()),
+        "standard_error": float(each.std(ddof=1)) / sqrt(len(each)),
+        "perplexity_ratio": exp(steered.nats - bare.nats),
+    }
+
+
+def _fit_judge(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str],
+    scores: Sequence[float],
+    on_progress: OnStage,
+) -> TextClassifier | None:
+    """Fit the judge; None if there are too few texts."""
+    if not len(texts):
+        return None
+    try:
+        return TextClassifier.fit(
+            lm,
+            tokenizer,
+            texts,
+            scores,
+            on_progress=lambda done, total: on_progress("judge", done, total, "texts"),
+        )
+    except InvalidInputError:  # too few texts on a side
+        return None
+
+
+def _with_record(attribute: Attribute, **facts: Any) -> Attribute:
+    """Return a copy with facts added to the record of its fit."""
+    config = replace(attribute.config, fit={**attribute.config.fit, **facts})
+    return replace(attribute, config=config)

@@ -1,0 +1,133 @@
+"""Calibration and report in one call."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foretrace.attribute import Attribute
+from foretrace.engines.transformers.verdict import calibrate_and_report, measure_report
+from foretrace.errors import InvalidInputError
+from foretrace.hmm import HMM
+from foretrace.lookahead.levels import BUDGETS
+from tiny_lm import WORDS, tiny_hmm, word_tokenizer
+
+TOKENIZER = word_tokenizer()
+EVEN = [float(number % 2 == 0) for number in range(len(WORDS))]  # of tokens
+
+
+@pytest.fixture(scope="module")
+def model(tiny_lm: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_lm)
+    loaded.eval()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def hmm() -> HMM:
+    return tiny_hmm(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def even() -> Attribute:
+    return Attribute.from_rewards(torch.tensor(EVEN) - 0.5, first_only=False, name="even")
+
+
+def scored_texts(meaningful: bool) -> tuple[list[str], list[float]]:
+    """Texts of one parity or the other; their scores may have nothing to do with it."""
+    source, texts, scores = random.Random(0), [], []
+    for number in range(200):
+        side = number % 2
+        words = [word for word, even in zip(WORDS, EVEN, strict=True) if even == side][1:]
+        texts.append(" ".join(source.choices(words, k=16)))
+        scores.append(float(side) if meaningful else float(source.random() < 0.5))
+    return texts, scores
+
+
+def test_levels_and_report_by_an_independent_judge(
+    model: PreTrainedModel, hmm: HMM, even: Attribute
+) -> None:
+    texts, scores = scored_texts(meaningful=True)
+    budgets = {**BUDGETS, "strong": 0.4}
+    seen: set[tuple[str, str]] = set()
+    measured = calibrate_and_report(
+        model,
+        TOKENIZER,
+        hmm,
+        even,
+        texts=texts,
+        scores=scores,
+        budgets=budgets,
+        max_new_tokens=16,
+        source={"model": "tiny"},
+        on_progress=lambda stage, done, total, unit: seen.add((stage, unit)),
+    )
+    assert measured.config.fit["calibration"]["model"] == "tiny"
+    report = measured.report
+    assert report is not None
+    assert report.independent
+    assert report.judge_auc is not None
+    assert report.judge_auc > 0.9
+    assert (report.num_texts, report.num_prompts) == (200, 32)
+    assert [level.level for level in report.levels] == list(BUDGETS)
+    assert {level.level: level.strength for level in report.levels} == measured.config.levels
+    for level in report.levels:
+        assert level.budget == budgets[level.level]
+        assert level.price == pytest.approx(level.budget, rel=0.4)
+        assert len({pair.prompt for pair in level.pairs}) == 3
+    gains = [level.gain for level in report.levels]
+    assert gains == sorted(gains)
+    assert report.outcome != "does not work"
+    assert {("bare", "tokens"), ("judge", "texts")} <= seen
+
+
+@pytest.mark.parametrize("meaningful", [True, False])
+def test_without_a_judge_the_attribute_judges_itself(
+    model: PreTrainedModel, hmm: HMM, even: Attribute, meaningful: bool
+) -> None:
+    texts, scores = ([], []) if meaningful else scored_texts(meaningful)
+    measured = calibrate_and_report(
+        model, TOKENIZER, hmm, even, texts=texts, scores=scores, max_new_tokens=8
+    )
+    report = measured.report
+    assert report is not None
+    assert not report.independent
+    assert (report.judge_auc is None) is meaningful
+    assert "overstates" in report.verdict
+
+
+def test_prompts_of_the_user(model: PreTrainedModel, hmm: HMM, even: Attribute) -> None:
+    calibrated = replace(even, config=replace(even.config, levels={"medium": 0.5}))
+    prompts = ["w1 w2", "w3"]
+    first, second = (
+        measure_report(model, TOKENIZER, hmm, calibrated, prompts, max_new_tokens=6)
+        for _ in range(2)
+    )
+    assert first == second
+    assert [pair.prompt for pair in first.levels[0].pairs] == prompts
+    assert first.levels[0].budget is None
+
+
+def test_rewards_without_effect_do_not_work(model: PreTrainedModel, hmm: HMM) -> None:
+    """The weakest steering changes no text; the same random numbers make the same texts."""
+    rewards = torch.zeros(len(WORDS))
+    rewards[7] = 1e-6
+    idle = Attribute.from_rewards(rewards, name="idle")
+    calibrated = replace(idle, config=replace(idle.config, levels={"mild": 1.0}))
+    report = measure_report(model, TOKENIZER, hmm, calibrated, max_new_tokens=6)
+    (level,) = report.levels
+    assert level.before == pytest.approx(level.after, abs=1e-6)
+    assert level.perplexity_ratio == pytest.approx(1.0)
+    assert all(pair.bare == pair.steered for pair in level.pairs)
+    assert report.outcome == "does not work"
+
+
+def test_levels_are_needed(model: PreTrainedModel, hmm: HMM, even: Attribute) -> None:
+    with pytest.raises(InvalidInputError, match="has no levels"):
+        measure_report(model, TOKENIZER, hmm, even)
