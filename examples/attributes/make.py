@@ -83,6 +83,7 @@ class Maker:
             validation=validation,
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
+            tokenizer=self.tokenizer,
             **self.settings,
         )
         return calibrate_and_report(

@@ -108,14 +108,14 @@ def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path
         word, score = ("women", 0) if number % 2 else ("other", 1)
         rows.append({"text": f"w0 {word}", "score": score})
     data, out = write(tmp_path / "data.jsonl", rows), tmp_path / "a.safetensors"
-    warning = "Warning: terms for groups of people are among the 50 strongest tokens: women."
+    warning = "Warning: Terms for groups of people are among the 50 strongest tokens: women."
     for objective in ("evidence", "cross-entropy"):
         options = ["--objective", objective, "--out", out]
         done = run("fit", data, "--tokenizer", lm, *options)
         assert warning in done.out, done.err
-        assert warning in run("attribute", "show", out, "--tokenizer", lm).out
+        assert warning in run("attribute", "show", out).out
         kept = run("fit", data, "--tokenizer", lm, *options, "--keep", "groups")
-        assert "Warning" not in kept.out, kept.err
+        assert "Terms for groups" not in kept.out, kept.err
 
 
 def test_judge_scores_are_cached(

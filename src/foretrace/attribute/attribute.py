@@ -18,8 +18,12 @@ from foretrace.attribute.automaton import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
-from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.examples import Examples, token_counts
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
+from foretrace.attribute.fitting.split import Split
+from foretrace.attribute.fitting.surface import surface
+from foretrace.attribute.fitting.warnings import find_warnings
+from foretrace.attribute.fitting.words import Decoder
 from foretrace.attribute.report import AttributeReport
 from foretrace.attribute.substring import substring_dfa
 from foretrace.attribute.terms import Terms
@@ -87,10 +91,13 @@ class Attribute:
         name: str = "attribute",
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
+        tokenizer: Decoder | None = None,
+        prompts: Texts | None = None,
     ) -> Self:
         """Fit an attribute to scored texts, in about a second.
 
-        The metrics on held-out texts are in `config.fit` of the result.
+        Near duplicates are held out together. `config.fit` of the result has the metrics on
+        held-out texts, and under "warnings" sentences on faults of the texts.
 
         Args:
             token_ids: The token ids of each text.
@@ -103,6 +110,10 @@ class Attribute:
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and scores, stored with the attribute.
+            tokenizer: The tokenizer, for warnings about words. Without it, they are about token
+                ids.
+            prompts: The token ids of prompts to steer from. A warning tells if the texts have
+                nothing in common with them.
 
         Returns:
             The fitted attribute.
@@ -118,12 +129,15 @@ class Attribute:
         """
         examples = Examples.from_scores(token_ids, scores, vocab_size, groups)
         config = config or FitConfig()
-        if validation is None:
-            examples, held_out = examples.split(config.held_out, config.seed)
-        else:
-            held_out = Examples.from_scores(*validation, vocab_size)
+        held_out = None if validation is None else Examples.from_scores(*validation, vocab_size)
+        split = Split.of(examples, held_out, config.held_out, config.seed)
+        candidate = fit_scores(split.fitting, split.held_out, config)
+        counts = None if prompts is None else token_counts(prompts, vocab_size)
+        features = surface(split.fitting, tokenizer)
+        warnings = find_warnings(split, candidate, features, tokenizer, counts)
+        candidate = candidate.with_facts(**split.record, warnings=warnings)
         known = AttributeConfig(name, vocab_size, tokenizer_fingerprint)
-        return cls._from_candidate(fit_scores(examples, held_out, config), known, source)
+        return cls._from_candidate(candidate, known, source)
 
     @classmethod
     def fit_each(
@@ -137,6 +151,7 @@ class Attribute:
         validation: tuple[Texts, Sequence[str]] | None = None,
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
+        tokenizer: Decoder | None = None,
     ) -> Iterator[Self]:
         """Fit one attribute per label; the texts of all other labels are its negatives.
 
@@ -153,6 +168,7 @@ class Attribute:
             validation: Texts and labels to hold out. By default, a share of the texts.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and labels, stored with each attribute.
+            tokenizer: The tokenizer, for warnings about words.
 
         Yields:
             The attribute of each label, in alphabetical order. Its name is the label.
@@ -174,14 +190,18 @@ class Attribute:
         config = config or FitConfig()
         numbers = {name: number for number, name in enumerate(names)}
         examples = Examples.from_labels(token_ids, labels, numbers, vocab_size, groups)
-        if validation is None:
-            examples, held_out = examples.split(config.held_out, config.seed)
-        else:
+        held_out = None
+        if validation is not None:
             held_out = Examples.from_labels(*validation, numbers, vocab_size)
-        fitted = fit_each_label(examples, held_out, len(names), config)
-        for name, candidate in zip(names, fitted, strict=True):
+        split = Split.of(examples, held_out, config.held_out, config.seed)
+        fitted = fit_each_label(split.fitting, split.held_out, len(names), config)
+        features = surface(split.fitting, tokenizer)
+        for number, (name, candidate) in enumerate(zip(names, fitted, strict=True)):
+            of_label = split.scored_by_label(number)
+            warnings = find_warnings(of_label, candidate, features, tokenizer)
             known = AttributeConfig(name, vocab_size, tokenizer_fingerprint)
-            yield cls._from_candidate(candidate, known, source)
+            facts = {**split.record, "warnings": warnings}
+            yield cls._from_candidate(candidate.with_facts(**facts), known, source)
 
     @classmethod
     def _from_candidate(

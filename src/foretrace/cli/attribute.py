@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Inspect attributes.", no_args_is_help=True)
 MIN_HELD_OUT_TEXTS = 50  # an AUC on fewer texts is not reliable
-NUM_STRONGEST = 50  # tokens in which terms for groups of people are looked for
 
 
 @app.callback()
@@ -95,10 +94,11 @@ def describe(
         for token, probability in attribute.top_tokens(tokens):
             strongest.add_row(shown(token), f"{probability:.3f}")
         console.print(strongest)
-    if tokenizer is not None:
-        _warn_of_group_terms(attribute, tokenizer)
     if attribute.report is not None:
         print_report(attribute.report)
+        return
+    for warning in attribute.config.fit.get("warnings", ()):
+        typer.echo(f"Warning: {warning}")
 
 
 def _rewards(attribute: "Attribute") -> dict[int, float]:
@@ -109,23 +109,6 @@ def _rewards(attribute: "Attribute") -> dict[int, float]:
         for token, reward in pairs:
             sums[token] = sums.get(token, 0.0) + reward
     return sums
-
-
-def _warn_of_group_terms(attribute: "Attribute", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Print the terms for groups of people among the strongest tokens, if there are some."""
-    from foretrace.attribute import group_terms
-    from foretrace.attribute.fitting.words import normalize
-
-    strongest = [effect.token for effect in attribute.top_tokens(NUM_STRONGEST)]
-    if rewards := _rewards(attribute):
-        by_size = sorted(rewards, key=lambda token: -abs(rewards[token]))
-        strongest = by_size[:NUM_STRONGEST]
-    words = {normalize(str(tokenizer.decode([token]))) for token in strongest}
-    if terms := sorted(words & set(group_terms())):
-        typer.echo(
-            f"Warning: terms for groups of people are among the {NUM_STRONGEST} strongest tokens: "
-            f"{', '.join(terms)}. To fit the attribute without them, use --keep groups."
-        )
 
 
 def _format_auc(auc: float | None, texts: int) -> str:

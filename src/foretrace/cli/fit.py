@@ -186,7 +186,11 @@ class _Fitter:
         if kept_words:
             config = replace(config, keep=word_tokens(kept_words, self.tokenizer))
             typer.echo(f"{len(config.keep)} tokens of {len(kept_words)} words do not decide")
-        self.settings = {"config": config, **tokenizer_settings(self.tokenizer.get_vocab())}
+        self.settings = {
+            "config": config,
+            "tokenizer": self.tokenizer,
+            **tokenizer_settings(self.tokenizer.get_vocab()),
+        }
 
     def fit_scores(
         self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]
@@ -218,7 +222,7 @@ class _Fitter:
         from foretrace.attribute import Attribute, AttributeStore, tokenize
 
         store, names, aucs = AttributeStore(out), sorted(set(labels)), []
-        attribute = None
+        attribute, num_warned = None, 0
         for label in names:
             store.path(label)  # raises an error for an invalid name before the fit
         windows = tokenize(texts, self.tokenizer, self.window)
@@ -233,6 +237,7 @@ class _Fitter:
             for done, attribute in enumerate(attributes, 1):
                 store.add(attribute)
                 aucs.append(attribute.config.fit["auc"])
+                num_warned += bool(attribute.config.fit["warnings"])
                 bars.update("fit", done, len(names), "attributes")
         if attribute is not None and "reason" in attribute.config.fit:
             typer.echo(attribute.config.fit["reason"])
@@ -244,6 +249,11 @@ class _Fitter:
             f"{len(names)} attributes in {out} ({examples}), median AUC on held-out texts "
             f"{median(known_aucs):.3f}"
         )
+        if num_warned:
+            typer.echo(
+                f"Warning: {num_warned} of them have warnings, which `foretrace attribute show` "
+                f"prints."
+            )
 
 
 def _read_kept_words(keep: str | None) -> list[str]:

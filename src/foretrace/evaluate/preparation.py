@@ -87,7 +87,12 @@ def _fit(
 ) -> Iterator[Attribute]:
     """Fit one attribute to scores, or one for each label."""
     windows = tokenize([row[plan.text] for row in rows], tokenizer)
-    common = {"groups": windows.texts, "source": {"data": plan.file}, **settings}
+    common = {
+        "groups": windows.texts,
+        "source": {"data": plan.file},
+        "tokenizer": tokenizer,
+        **settings,
+    }
     if plan.by is not None:
         labels = [str(rows[text][plan.by]) + plan.suffix for text in windows.texts]
         config = _fit_config(plan, tokenizer)

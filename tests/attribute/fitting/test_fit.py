@@ -9,6 +9,7 @@ import torch
 from foretrace.attribute import Attribute, FitConfig, LogitAffine
 from foretrace.attribute.fitting import fit, products
 from foretrace.attribute.fitting.examples import Examples
+from foretrace.attribute.fitting.split import Split
 from foretrace.errors import InvalidInputError
 
 VOCAB = 12
@@ -55,7 +56,8 @@ def test_a_fit_by_absence_is_1_minus_a_product() -> None:
     texts, scores = scored_texts()
     examples = Examples.from_scores(texts, [1 - score for score in scores], VOCAB)
     config = FitConfig(objective="cross-entropy", transform=LogitAffine(), penalty=0.01)
-    candidate = products.fit_products(*examples.split(0.1, 0), config, by_absence=True)
+    split = Split.of(examples, None, 0.1, 0)
+    candidate = products.fit_products(split.fitting, split.held_out, config, by_absence=True)
     fitted = Attribute(candidate.terms)
     torch.testing.assert_close(fitted.probability(ONE_TOKEN), 1 - TRUE, rtol=0.02, atol=0.01)
     assert fitted.terms.coefficients.tolist() == [1.0, -1.0]
@@ -68,10 +70,14 @@ def test_rare_tokens_get_no_extreme_weight() -> None:
     rare = VOCAB  # in two texts without the attribute
     texts += [[rare, 5], [rare, 6]]
     scores += [0.0, 0.0]
-    config = FitConfig(objective="cross-entropy", transform=LogitAffine())
-    fitted = Attribute.fit(texts, scores, vocab_size=VOCAB + 1, config=config)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB + 1,
+        "config": FitConfig(objective="cross-entropy", transform=LogitAffine()),
+        "validation": scored_texts(100, 1),
+    }
+    fitted = Attribute.fit(texts, scores, **settings)
     assert 0.2 < float(fitted.probability([[rare]])[0]) < 0.6
-    once = Attribute.fit(texts[:-1], scores[:-1], vocab_size=VOCAB + 1, config=config)
+    once = Attribute.fit(texts[:-1], scores[:-1], **settings)
     assert float(once.probability([[rare]])[0]) == 1.0
 
 
@@ -114,9 +120,10 @@ def test_a_transform_in_the_config_is_used() -> None:
 def test_windows_of_one_text_are_held_out_together() -> None:
     texts, scores = scored_texts(1000)
     groups = [index // 4 for index in range(1000)]
-    fitting, held_out = Examples.from_scores(texts, scores, VOCAB, groups).split(0.1, seed=0)
-    assert not set(fitting.groups) & set(held_out.groups)
-    assert sorted({*fitting.groups, *held_out.groups}) == sorted(set(groups))
+    split = Split.of(Examples.from_scores(texts, scores, VOCAB, groups), None, 0.1, 0)
+    fitting, held_out = set(split.fitting.groups), set(split.held_out.groups)
+    assert not fitting & held_out
+    assert sorted(fitting | held_out) == sorted(set(groups))
     record = Attribute.fit(texts, scores, vocab_size=VOCAB, groups=groups).config.fit
     assert record["texts"] + record["held_out_texts"] == 250
     assert record["windows"] + record["held_out_windows"] == 1000

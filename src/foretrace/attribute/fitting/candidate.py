@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.examples import Array, Examples
@@ -95,6 +96,10 @@ class Candidate(NamedTuple):
     auc: float | None
     record: dict[str, Any]  # of the settings and the held-out metrics
 
+    def with_facts(self, **facts: object) -> "Candidate":
+        """Return a copy with facts added to its record."""
+        return self._replace(record={**self.record, **facts})
+
 
 def make_candidate(
     fitted: Terms | Evidence,
@@ -136,14 +141,23 @@ def targets(examples: Examples, transform: LogitAffine, by_absence: bool = False
 def auc(probabilities: Array, scores: Array) -> float | None:
     """Compute the AUC: how often a text with the attribute ranks above a text without it.
 
-    A text has the attribute if its score is at least 0.5. If all texts are on one side, the median
-    score is the threshold. None if the median does not separate them either.
+    None if no score separates the texts.
     """
     from sklearn.metrics import roc_auc_score
 
+    positive = positives(scores)
+    return None if positive is None else float(roc_auc_score(positive, probabilities))
+
+
+def positives(scores: Array) -> NDArray[np.bool_] | None:
+    """Return which texts have the attribute: their score is at least 0.5.
+
+    If all texts are on one side, the median score is the threshold. None if the median does not
+    separate them either.
+    """
     for positive in (scores >= 0.5, scores > np.median(scores)):
         if 0 < positive.sum() < len(positive):
-            return float(roc_auc_score(positive, probabilities))
+            return np.asarray(positive)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Texts to fit to: windows of token ids, token counts with scores or labels, the held-out split."""
+"""Texts to fit to: windows of token ids, and token counts with scores or labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from foretrace.attribute.fitting.duplicates import shingles
 from foretrace.attribute.token_ids import Texts, concatenate, id_arrays
 from foretrace.errors import InvalidInputError
 
@@ -114,6 +115,7 @@ class Examples:
     """Texts as token counts, with their probabilities of having the attribute."""
 
     counts: csr_array  # (n, V)
+    shingles: csr_array  # (n, 2**30): runs of tokens, as hashes
     scores: Array  # (n,)
     groups: Indices  # (n,): texts of one group are held out together
     strata: Indices  # (n,): the same share of every stratum is held out
@@ -145,7 +147,9 @@ class Examples:
         group_ids = default if groups is None else np.asarray(groups, dtype=np.int64)
         _check_one_per_text(len(token_ids), "groups", group_ids)
         strata = (values >= 0.5).astype(np.int64)
-        return cls(token_counts(token_ids, vocab_size), values, group_ids, strata)
+        tokens, ends = _flatten(token_ids, vocab_size)
+        counts = _count(tokens, ends, vocab_size)
+        return cls(counts, shingles(tokens, ends), values, group_ids, strata)
 
     @classmethod
     def from_labels(
@@ -193,31 +197,20 @@ class Examples:
         return replace(
             self,
             counts=self.counts[rows],
+            shingles=self.shingles[rows],
             scores=self.scores[rows],
             groups=self.groups[rows],
             strata=self.strata[rows],
         )
 
-    def split(self, share: float, seed: int) -> tuple[Self, Self]:
-        """Split groups at random into (to fit, held out). Every stratum keeps some to fit."""
-        groups, first = np.unique(self.groups, return_index=True)
-        strata = self.strata[first]
-        order = np.random.default_rng(seed).permutation(len(groups))
-        order = order[np.argsort(strata[order], kind="stable")]
-        _, starts, counts = np.unique(strata[order], return_index=True, return_counts=True)
-        rank = np.arange(len(groups)) - np.repeat(starts, counts)  # within its stratum
-        selected = order[rank < np.repeat((share * counts).astype(int), counts)]
-        if not len(selected):
-            raise InvalidInputError(
-                f"{len(groups)} texts are too few to hold some out. A fit needs a few dozen texts "
-                f"at least, and some thousands to be good."
-            )
-        held_out = np.isin(self.groups, groups[selected])
-        return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
-
 
 def token_counts(token_ids: Texts, vocab_size: int) -> csr_array:
     """Count the tokens of each text: sparse (n, V)."""
+    return _count(*_flatten(token_ids, vocab_size), vocab_size)
+
+
+def _flatten(token_ids: Texts, vocab_size: int) -> tuple[Indices, Indices]:
+    """Return the tokens of all texts, and where each text begins and ends in them: (n + 1,)."""
     arrays = id_arrays(token_ids)
     lengths = np.array([len(ids) for ids in arrays], dtype=np.int64)
     if empty := int((lengths == 0).sum()):
@@ -232,10 +225,13 @@ def token_counts(token_ids: Texts, vocab_size: int) -> csr_array:
             f"Token ids range from {flat.min()} to {flat.max()}, but the vocabulary has "
             f"{vocab_size} tokens. Was another tokenizer used?"
         )
-    ends = np.concatenate([[0], lengths.cumsum()])
+    return flat, np.concatenate([[0], lengths.cumsum()])
+
+
+def _count(flat: Indices, ends: Indices, vocab_size: int) -> csr_array:
     if len(flat) < np.iinfo(np.int32).max:  # scikit-learn needs 32-bit indices
         flat, ends = flat.astype(np.int32), ends.astype(np.int32)
-    counts = csr_array((np.ones(len(flat)), flat, ends), shape=(len(lengths), vocab_size))
+    counts = csr_array((np.ones(len(flat)), flat, ends), shape=(len(ends) - 1, vocab_size))
     counts.sum_duplicates()
     return counts
 

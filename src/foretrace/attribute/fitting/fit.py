@@ -29,14 +29,14 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
         return fit_products(examples, held_out, config)
     product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     if config.terms > 1:
-        return _with_facts(product, reason=PRODUCT_ONLY)
+        return product.with_facts(reason=PRODUCT_ONLY)
     evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
         # At equal AUC, evidence: products at the same price make long texts repeat themselves.
         use_evidence = product.auc <= evidence.auc + MIN_AUC_GAIN
-    return _with_facts(
-        evidence if use_evidence else product,
+    chosen = evidence if use_evidence else product
+    return chosen.with_facts(
         auc_product=product.auc,
         auc_evidence=evidence.auc,
         reason=_reason(product.auc, evidence.auc, use_evidence),
@@ -59,7 +59,7 @@ def fit_each_label(
         return fit_products(fitted_to, measured_on, settings, by_absence=True)
 
     if config.objective == "auto" and config.terms > 1:
-        yield from (_with_facts(fit_product(number), reason=PRODUCT_ONLY) for number in labels)
+        yield from (fit_product(number).with_facts(reason=PRODUCT_ONLY) for number in labels)
         return
     if config.objective not in ("auto", "evidence"):
         yield from (fit_product(number, config.objective) for number in labels)
@@ -67,7 +67,7 @@ def fit_each_label(
     evidence = fit_labels(examples, held_out, num_labels, replace(config, objective="evidence"))
     right = right_first([one.predicted for one in evidence], labels, held_out)
     if config.objective == "evidence":
-        yield from (_with_facts(one, right_first=right) for one in evidence)
+        yield from (one.with_facts(right_first=right) for one in evidence)
         return
     compared = np.unique(np.linspace(0, num_labels - 1, MAX_COMPARED).round().astype(int)).tolist()
     products = {number: fit_product(number) for number in compared}
@@ -79,8 +79,7 @@ def fit_each_label(
     for number in labels:
         product = products.get(number)
         chosen = evidence[number] if use_evidence else product or fit_product(number)
-        yield _with_facts(
-            chosen,
+        yield chosen.with_facts(
             auc_product=None if product is None else product.auc,
             auc_evidence=evidence[number].auc,
             **({"right_first": right} if use_evidence else {}),
@@ -127,8 +126,3 @@ def _label_reason(shares: Sequence[float | None], compared: int, use_evidence: b
         f"Chose {chosen}: the right one of {compared} labels is first for {evidence:.1%} of their "
         f"held-out texts by evidence, and for {product:.1%} by products."
     )
-
-
-def _with_facts(candidate: Candidate, **facts: object) -> Candidate:
-    """Return a copy with facts added to its record."""
-    return candidate._replace(record={**candidate.record, **facts})

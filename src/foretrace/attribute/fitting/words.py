@@ -67,5 +67,13 @@ def group_terms() -> list[str]:
         >>> "women" in group_terms()
         True
     """
-    content = files("foretrace.attribute.fitting").joinpath("group_terms.txt").read_text("utf-8")
-    return parse_words(content)
+    return _read_list("group_terms.txt")
+
+
+def function_words() -> list[str]:
+    """Return English words that occur in texts of every kind, such as *the*, *am* and *which*."""
+    return _read_list("function_words.txt")
+
+
+def _read_list(name: str) -> list[str]:
+    return parse_words(files("foretrace.attribute.fitting").joinpath(name).read_text("utf-8"))
