@@ -44,11 +44,13 @@ class Report:
         interval: Sequence[float] | None = None,
     ) -> None:
         """Add a measurement, with an optional goal and interval."""
-        goal, holds = None, None
-        if at_most is not None:
-            goal, holds = f"<= {at_most:g}", value <= at_most
+        goals = []
         if at_least is not None:
-            goal, holds = f">= {at_least:g}", value >= at_least
+            goals.append((f">= {at_least:g}", value >= at_least))
+        if at_most is not None:
+            goals.append((f"<= {at_most:g}", value <= at_most))
+        goal = ", ".join(text for text, _ in goals) or None
+        holds = all(held for _, held in goals) if goals else None
         self.rows.append(Row(name, value, unit, goal, holds, interval))
         print(f"{name}: {value:.4g} {unit}", file=sys.stderr, flush=True)  # progress of long runs
 

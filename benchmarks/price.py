@@ -53,7 +53,7 @@ def main() -> None:
     lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     hmm = ft.HMM.from_pretrained(EXAMPLES / "smollm2-135m")
     store = ft.AttributeStore(EXAMPLES / "attributes")
-    prompts = _prompts(tokenizer, lm, hmm, 16 if args.quick else 128)
+    prompts = held_out_prompts(tokenizer, lm, hmm, 16 if args.quick else 128)
     half = len(prompts) // 2
     runs = [
         calibration.SteeredRuns(lm, part, ends=END, max_new_tokens=8 if args.quick else 24)
@@ -67,8 +67,8 @@ def main() -> None:
     report.publish(args.json)
 
 
-def _prompts(tokenizer: Any, lm: Any, hmm: ft.HMM, count: int) -> list[list[int]]:
-    """Return prompts of the data, or openings of the LM."""
+def held_out_prompts(tokenizer: Any, lm: Any, hmm: ft.HMM, count: int) -> list[list[int]]:
+    """Return prompts of the data on which no attribute was calibrated, or openings of the LM."""
     if data := os.environ.get("FORETRACE_DATA"):
         rows = read_rows(Path(data) / "detox" / "train_prompts.jsonl.xz", ["prompt"])
         # The attributes of `examples/` were calibrated on the first ones.

@@ -126,6 +126,16 @@ def test_required_text_joins_several_goals(
     assert row["probability"][2] == 1.0
 
 
+@pytest.mark.parametrize("option", ["--must-contain", "--must-not-contain"])
+def test_the_price_of_required_text_is_beside_the_level(
+    run: Run, spelled: list[str], option: str
+) -> None:
+    options = [option, "ship", "--prompt", "hello", "--compare", "--max-new-tokens", "8"]
+    code, out, error = run("generate", *spelled, *options)
+    assert code == 0, error
+    assert ("includes the required text" in out) == (option == "--must-contain")
+
+
 @pytest.mark.shows("transformers generate", "streaming")
 def test_streamed_text_equals_the_result(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]

@@ -1,6 +1,5 @@
 """The compiler merges goals, finds strengths, and keeps tables within a budget."""
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,8 @@ import torch
 from foretrace.attribute import Attribute, LogitAffine
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
-from foretrace.lookahead.levels import BUDGETS, TOLERANCE
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering import CompiledGoal, Compiler, Goal, Marker, Request
-from foretrace.steering.compiler import hmm_price
 from tiny import tiny_hmm
 from tiny_attributes import SPELLED, attributes
 
@@ -139,34 +136,3 @@ def test_what_is_no_goal_is_refused() -> None:
         Goal(one, 1.0, after=64)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="sum of 2 products"):
         Compiler(tiny_hmm("dense"), 4).compile(Goal(~one, 2.0))
-
-
-@pytest.mark.parametrize("make", [product, rewards])
-def test_an_attribute_without_levels_is_calibrated_with_the_hmm(
-    make: Any, hmm: HMM, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once for each level, with a warning."""
-    compiler, prices = Compiler(hmm, 4), [hmm_price(hmm, make(), k) for k in (0.1, 1.0, 4.0)]
-    assert prices == sorted(prices)
-    with caplog.at_level(logging.WARNING, "foretrace"):
-        strengths = [compiler.strength(Goal(make(), level=level)) for level in (*BUDGETS, "mild")]
-    assert strengths[:3] == sorted(strengths[:3])
-    for strength, budget in zip(strengths[:3], BUDGETS.values(), strict=True):
-        assert hmm_price(hmm, make(), strength) == pytest.approx(budget, rel=TOLERANCE)
-    assert len(caplog.messages) == len(BUDGETS)
-    assert f"'{make().name}' was not calibrated" in caplog.messages[0]
-
-
-def test_levels_of_the_config_are_used(hmm: HMM, caplog: pytest.LogCaptureFixture) -> None:
-    """Also beside constraints, which have no strength."""
-    compiler, calibrated = Compiler(hmm, 4), product(mild=1.5, medium=3.0)
-    constraint = Attribute.contains("ab", LETTERS)
-    assert compiler.strength(Goal(calibrated, level="mild")) == 1.5
-    for both in (calibrated, calibrated & ~constraint, constraint & calibrated):
-        assert compiler.strength(Goal(both)) == 3.0
-    assert names(compiler.compile(Goal(calibrated))) == ["polite ** 3"]
-    assert not caplog.messages
-    for fixed in (constraint, ~constraint, ~calibrated, calibrated | constraint):
-        assert compiler.strength(Goal(fixed, level="strong")) == 1.0
-    with pytest.raises(InvalidInputError, match=r"no level 'huge'.*mild, medium, strong"):
-        compiler.strength(Goal(product(), level="huge"))

@@ -77,6 +77,7 @@ class Attribute:
     config: AttributeConfig = field(default_factory=AttributeConfig)
     evidence: tuple[Evidence, ...] = ()
     _negation: "Attribute | None" = field(default=None, init=False, repr=False)
+    _factors: tuple["Attribute", ...] = field(default=(), init=False, repr=False)
 
     @classmethod
     def fit(
@@ -378,7 +379,22 @@ class Attribute:
         for operand, rest in ((self, other), (other, self)):
             if not rest.has_weights:  # a constraint has no strength: the operand's levels hold
                 config = replace(config, levels=operand.config.levels)
-        return Attribute(self.terms.times(other.terms), config, self.evidence + other.evidence)
+        product = Attribute(self.terms.times(other.terms), config, self.evidence + other.evidence)
+        object.__setattr__(product, "_factors", (*self.factors, *other.factors))
+        return product
+
+    @property
+    def factors(self) -> tuple["Attribute", ...]:
+        """The attributes that `&` combined into this one, or the attribute itself.
+
+        Each has its own levels. A file does not record them.
+
+        Example:
+            >>> a, b = ft.Attribute.from_rewards([1.0]), ft.Attribute.from_rewards([2.0])
+            >>> (a & b).factors == (a, b)
+            True
+        """
+        return self._factors or (self,)
 
     def __or__(self, other: "Attribute") -> "Attribute":
         """Return the disjunction: a + b - a * b."""
@@ -400,7 +416,7 @@ class Attribute:
         terms, evidence = self.terms, tuple(one.negated() for one in self.evidence)
         if not evidence:
             terms = terms.negated()
-        elif len(evidence) > 1 or not terms.is_product or len(terms.tokens) or terms.automaton:
+        elif not self.is_evidence:
             raise InvalidInputError(
                 f"{self.name} is a conjunction with evidence, and its negation is no sum of "
                 f"products. Negate single attributes: ~a & ~b."
@@ -415,6 +431,13 @@ class Attribute:
     def has_weights(self) -> bool:
         """Whether token weights or evidence decide, and not a constraint alone."""
         return bool(len(self.terms.tokens)) or bool(self.evidence)
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether the attribute is evidence alone, so that its negation is evidence."""
+        terms = self.terms
+        weighted = bool(len(terms.tokens)) or terms.automaton is not None or not terms.is_product
+        return len(self.evidence) == 1 and not weighted
 
     @property
     def is_never_true(self) -> bool:

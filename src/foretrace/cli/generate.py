@@ -180,6 +180,8 @@ def _print_side_by_side(
         typer.echo()  # outside a terminal, Live does not end the last line
     if [row.text for row in unsteered] == [row.text for row in steered]:
         typer.echo("The goal changed nothing here. Try --level strong, or another --seed.")
+    if generator.goals.goal.min_tokens:
+        typer.echo("The price includes the required text, which is no part of a level's price.")
 
 
 def _table(

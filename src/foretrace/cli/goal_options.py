@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, reduce
+from itertools import islice
 from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -282,10 +283,10 @@ def load_goals(
 
     groups = [goals_of([index]) for index in range(len(parsed))]
     groups += [goals_of([], **texts)] if has_texts else []
+    powers = iter(compiler.powers([goal for group in groups for goal in group]))
     separate = [
-        Goal(attribute, 1.0, transform=transform, **options)
+        Goal(reduce(and_, islice(powers, len(group))), 1.0, transform=group[0].transform, **options)
         for group in groups
-        for attribute, transform in compiler.merge(group)
     ]
     attributes = [reduce(and_, (goal.attribute for goal in group)) for group in groups]
     whole = compiler.compile(goals_of(range(len(parsed)), **texts))

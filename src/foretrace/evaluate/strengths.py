@@ -24,7 +24,7 @@ from foretrace.evaluate.preparation import (
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.lookahead.levels import BUDGETS, find_strength
 from foretrace.steering import CompiledGoal, Compiler, Goal
-from foretrace.steering.compiler import hmm_strength
+from foretrace.steering.strengths import HMMPrices
 
 NUM_PROMPTS, COPIES = 32, 4
 TOKENS = 128  # of the copies of a prompt together: long texts need fewer copies
@@ -245,7 +245,7 @@ class StrengthSearch:
         found: dict[str, float] = {}
         for done, level in enumerate(sorted(levels, key=lambda one: BUDGETS[one]), 1):
             budget = BUDGETS[level]
-            start = hmm_strength(self.builder.hmm, chosen[0], budget)
+            start = HMMPrices(self.builder.hmm).strength(chosen[0], budget)
             found[level] = self.cache.find(f"{name} {identity}", price, level, budget, start)
             self.on_progress(f"calibrate: {name}", done, len(levels), "levels")
         return found

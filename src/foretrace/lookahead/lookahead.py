@@ -322,6 +322,25 @@ def _checked_terms(hmm: HMM, attribute: Attribute, horizon: int) -> tuple[Terms,
     return terms, _first_only_rewards(evidence, hmm.vocab_size)
 
 
+def log_weights_of(hmm: HMM, attribute: Attribute) -> Tensor:
+    """Return the log-weights of all tokens for an attribute that is one product: (V,) float64.
+
+    Args:
+        hmm: The HMM of the language model.
+        attribute: A product, evidence, or a conjunction of them. A constraint is left out.
+
+    Raises:
+        InvalidInputError: If the attribute does not fit the HMM.
+        TokenizerMismatchError: If HMM and attribute belong to different tokenizers.
+    """
+    terms, _ = _checked_terms(hmm, attribute, 0)
+    log_weights = torch.zeros(hmm.vocab_size, dtype=torch.float64, device=hmm.device)
+    log_weights[terms.tokens.to(hmm.device, torch.long)] = (
+        terms.log_weights[0].to(log_weights).clamp_min(MIN_LOG_WEIGHT)
+    )
+    return log_weights
+
+
 def _first_only_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
     """Add up the rewards that count once per text: (V,), or None if there are none."""
     counted_once = [one for one in evidence if one.first_only]

@@ -37,7 +37,8 @@ class Goal:
         attribute: The attribute.
         strength: The exponent k of the attribute; more than 0. By default, the level decides.
         level: "mild", "medium" or "strong". `foretrace calibrate` finds the strengths of an
-            attribute's levels. Without it, they are found with the HMM alone. Constraints and
+            attribute's levels. Without it, they are found with the HMM alone. The goals of a text
+            and the factors of a conjunction share the price of the level. Constraints and
             attributes without powers have strength 1 at all levels.
         transform: The paper's transform of the EAP, sigma(scale * logit(p) + shift). It is applied
             after the expectation, with strength 1. By default, none.

@@ -15,12 +15,12 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, find_strength
 from foretrace.steering import CompiledGoal, Compiler, Goal, Request, Steering
-from foretrace.steering.compiler import hmm_strength
+from foretrace.steering.strengths import HMMPrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOLERANCE = 0.15  # of the price, relative: the runs are too short for a closer estimate
+TOLERANCE = 0.05  # of the price, relative: on other prompts it differs by more
 NUM_ROWS = 32  # sequences of a run
 OPENING_TOKENS = 8  # of the default prompts
 OnStage = Callable[[str, int, int, str], None]
@@ -92,7 +92,7 @@ def calibrate(
 
     known: dict[float, float] = {}
     middle = median_low(budgets.values())
-    start = hmm_strength(hmm, attribute, middle)
+    start = HMMPrices(hmm).strength(attribute, middle)
     levels = {}
     for name, budget in sorted(budgets.items(), key=lambda item: abs(item[1] - middle)):
         strength = find_strength(price, budget, known, start=start, tolerance=TOLERANCE)

@@ -32,7 +32,7 @@ from foretrace.steering.markers import CompiledMarker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of the tables: others are not read
+VERSION = 5  # of the tables: others are not read
 ATTRIBUTE_MEMORY = (
     256 << 20
 )  # bytes of attributes that are kept, with the strengths of their levels
