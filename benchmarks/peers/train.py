@@ -62,7 +62,8 @@ class Workshop:
         if is_made(file, inputs):
             return
         start = perf_counter()
-        fitted = fit_attributes(suite, self.data, part(name, "fit"), tokenizer)[name]
+        hmm = HMM.from_pretrained(self.hmm)
+        fitted = fit_attributes(suite, self.data, part(name, "fit"), tokenizer, hmm)[name]
         seconds = perf_counter() - start
         fitted.save(file)
         write_record(file, inputs, seconds, len(rows))

@@ -81,6 +81,7 @@ class Maker:
             config=FitConfig(keep=keep),
             groups=windows.texts,
             validation=validation,
+            frequencies=self.hmm.token_frequencies(),
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
             tokenizer=self.tokenizer,

@@ -7,7 +7,7 @@ import torch
 
 from foretrace.errors import InvalidInputError, InvalidModelError
 from foretrace.hmm import HMM, HMMConfig, SparseEmission, inference
-from tiny import KroneckerTransition, simplex, sparse_emission, tiny_hmm
+from tiny import FORMS, KroneckerTransition, all_texts, simplex, sparse_emission, tiny_hmm
 
 
 def test_attributes_cannot_be_assigned() -> None:
@@ -114,6 +114,21 @@ def test_lists_of_tokens_are_accepted_and_arrays_of_tables_refused() -> None:
 def test_sampling_no_sequences_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="at least 1"):
         tiny_hmm("dense").sample(0, 5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_token_frequencies_are_the_mean_over_all_sequences(form: str) -> None:
+    hmm, length = tiny_hmm(form), 3
+    texts = all_texts(length)
+    probabilities = hmm.log_likelihood(texts).double().exp()
+    counts = torch.nn.functional.one_hot(texts, hmm.vocab_size).double().sum(1)
+    expected = probabilities @ counts / length
+    ends = list(hmm.config.eos_token_ids)
+    expected[ends] = 0.0
+    frequencies = hmm.token_frequencies(length)
+    torch.testing.assert_close(frequencies, expected / expected.sum(), rtol=0, atol=1e-6)
+    with pytest.raises(InvalidInputError, match="at least 1 token"):
+        hmm.token_frequencies(0)
 
 
 def test_32768_states_and_262144_tokens() -> None:

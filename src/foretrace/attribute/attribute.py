@@ -18,7 +18,7 @@ from foretrace.attribute.automaton import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
-from foretrace.attribute.fitting.examples import Examples, token_counts
+from foretrace.attribute.fitting.examples import Array, Examples, token_counts
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
 from foretrace.attribute.fitting.split import Split
 from foretrace.attribute.fitting.surface import surface
@@ -89,6 +89,7 @@ class Attribute:
         config: FitConfig | None = None,
         groups: Sequence[int] | None = None,
         validation: tuple[Texts, Sequence[float] | Tensor] | None = None,
+        frequencies: Tensor | None = None,
         name: str = "attribute",
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
@@ -108,6 +109,9 @@ class Attribute:
             groups: A number for each text. Texts with the same number, such as windows of one
                 document, are held out together.
             validation: Texts and scores to hold out. By default, a share of the texts.
+            frequencies: How often the language model writes each token, (V,), as
+                `HMM.token_frequencies` returns them. Evidence then costs less at the same effect:
+                frequent tokens get a reward only if they decide much.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and scores, stored with the attribute.
@@ -132,7 +136,8 @@ class Attribute:
         config = config or FitConfig()
         held_out = None if validation is None else Examples.from_scores(*validation, vocab_size)
         split = Split.of(examples, held_out, config.held_out, config.seed)
-        candidate = fit_scores(split.fitting, split.held_out, config)
+        checked = _checked_frequencies(frequencies, vocab_size)
+        candidate = fit_scores(split.fitting, split.held_out, config, checked)
         counts = None if prompts is None else token_counts(prompts, vocab_size)
         features = surface(split.fitting, tokenizer)
         warnings = find_warnings(split, candidate, features, tokenizer, counts)
@@ -150,6 +155,7 @@ class Attribute:
         config: FitConfig | None = None,
         groups: Sequence[int] | None = None,
         validation: tuple[Texts, Sequence[str]] | None = None,
+        frequencies: Tensor | None = None,
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
         tokenizer: Decoder | None = None,
@@ -167,6 +173,7 @@ class Attribute:
             config: How to fit.
             groups: A number for each text. Texts with the same number are held out together.
             validation: Texts and labels to hold out. By default, a share of the texts.
+            frequencies: How often the language model writes each token, as in `fit`.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and labels, stored with each attribute.
             tokenizer: The tokenizer, for warnings about words.
@@ -195,7 +202,8 @@ class Attribute:
         if validation is not None:
             held_out = Examples.from_labels(*validation, numbers, vocab_size)
         split = Split.of(examples, held_out, config.held_out, config.seed)
-        fitted = fit_each_label(split.fitting, split.held_out, len(names), config)
+        checked = _checked_frequencies(frequencies, vocab_size)
+        fitted = fit_each_label(split.fitting, split.held_out, len(names), config, checked)
         features = surface(split.fitting, tokenizer)
         for number, (name, candidate) in enumerate(zip(names, fitted, strict=True)):
             of_label = split.scored_by_label(number)
@@ -579,6 +587,16 @@ class Attribute:
             f"The attribute '{config.name}'", config.tokenizer_fingerprint, tokenizer_fingerprint
         )
         return cls(terms, config, evidence)
+
+
+def _checked_frequencies(frequencies: Tensor | None, vocab_size: int) -> Array | None:
+    """Return frequencies as an array of `vocab_size`. Tokens that the LM has not get 0."""
+    if frequencies is None:
+        return None
+    values = _number_tensor("Frequencies", frequencies, "0 or more", lambda values: values >= 0)
+    padded = np.zeros(vocab_size)
+    padded[: len(values)] = values.double().numpy()[:vocab_size]
+    return padded
 
 
 def _number_tensor(

@@ -53,9 +53,10 @@ def goal_checksum(goal: CompiledGoal) -> list[str | float]:
 
 
 def fit_attributes(
-    suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase"
+    suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase", hmm: HMM
 ) -> AttributeStore:
     """Fit the suite's attributes; keep those that were fitted by the same plan before."""
+    frequencies = hmm.token_frequencies()
     settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     for name, plan in suite.attributes.items():
@@ -63,10 +64,13 @@ def fit_attributes(
         rows = plan.rows(data)
         plan_content = {**asdict(plan), "transform": plan.transform and list(plan.transform)}
         inputs = {"plan": plan_content, "rows": rows_identity(rows), **settings}
+        if plan.price_aware:
+            inputs["hmm"] = hmm.checksum
         if plan_file.is_file() and _io.read_json(plan_file) == inputs:
             continue
         plan_file.unlink(missing_ok=True)
-        for attribute in _fit(name, plan, rows, tokenizer, settings):
+        used = {**settings, "frequencies": frequencies if plan.price_aware else None}
+        for attribute in _fit(name, plan, rows, tokenizer, used):
             store.add(attribute)
         _io.write_json(plan_file, inputs)
     return store

@@ -353,6 +353,34 @@ class HMM:
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         return inference.sample(self, count, length, generator).tokens
 
+    def token_frequencies(self, length: int = 64) -> Tensor:
+        """Compute the mean probability of each token over the first `length` tokens of a text.
+
+        The end of a text does not count: its tokens have the frequency 0.
+
+        Args:
+            length: Tokens per text.
+
+        Returns:
+            Frequencies that sum to 1, (V,). `Attribute.fit` takes them.
+
+        Raises:
+            InvalidInputError: `length` is below 1.
+
+        Example:
+            >>> hmm.token_frequencies().shape
+            torch.Size([16])
+        """
+        if length < 1:
+            raise InvalidInputError(f"`length` must be at least 1 token, not {length}.")
+        belief, total = self.initial[None], torch.zeros_like(self.initial[None])
+        for _ in range(length):
+            total += belief
+            belief = self.transition.predict(belief)
+        frequencies = self.emission.predict(total / length)[0].double()
+        frequencies[list(self.config.eos_token_ids)] = 0.0
+        return frequencies / frequencies.sum().clamp_min(inference.IMPOSSIBLE)
+
     def _check_tokens(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check tokens and mask, and move them to the device; masked tokens may be any number."""
         tokens = torch.as_tensor(tokens)

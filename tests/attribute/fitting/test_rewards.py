@@ -6,6 +6,7 @@ import torch
 
 from foretrace.attribute import Attribute, FitConfig
 from foretrace.attribute.fitting import fit
+from foretrace.errors import InvalidInputError
 
 VOCAB = 12
 BIAS = -0.5
@@ -59,6 +60,42 @@ def test_a_larger_penalty_gives_smaller_rewards() -> None:
         sizes.append(float(attribute.evidence[0].rewards.abs().sum()))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 0.5 * sizes[0]
+
+
+def test_frequent_tokens_pay_for_their_rewards() -> None:
+    texts, log_odds = texts_with_log_odds(2000)
+    rare, frequent = 0, 2  # both decide
+    frequencies = torch.full((VOCAB,), 1e-6).index_fill(0, torch.tensor(frequent), 0.5)
+    rewards = {}
+    for name, given in (("plain", None), ("priced", frequencies)):
+        config = FitConfig(objective="evidence", penalty=0.1)
+        attribute = Attribute.fit(
+            texts, log_odds.sigmoid(), vocab_size=VOCAB, config=config, frequencies=given
+        )
+        assert attribute.config.fit["price_aware"] == (given is not None)
+        rewards[name] = fitted_rewards(attribute)
+    assert rewards["priced"][frequent] < 0.5 * rewards["plain"][frequent]
+    assert rewards["priced"][rare] > 0.9 * rewards["plain"][rare]
+
+
+def test_labels_pay_for_the_rewards_of_frequent_tokens() -> None:
+    texts, labels = labelled_texts()
+    sizes = []
+    for frequencies in (
+        None,
+        torch.full((VOCAB + 3,), 1 / VOCAB),
+    ):  # of an LM with a padded vocabulary
+        first, *_ = Attribute.fit_each(
+            texts, labels, vocab_size=VOCAB, config=LOOSE, frequencies=frequencies
+        )
+        sizes.append(float(fitted_rewards(first).abs().sum()))
+    assert sizes[1] < sizes[0]
+
+
+def test_frequencies_must_be_one_number_per_token() -> None:
+    texts, log_odds = texts_with_log_odds(100)
+    with pytest.raises(InvalidInputError, match=r"Frequencies must be .* \(V,\)"):
+        Attribute.fit(texts, log_odds.sigmoid(), vocab_size=VOCAB, frequencies=-torch.ones(VOCAB))
 
 
 def test_rare_tokens_get_no_reward() -> None:

@@ -38,7 +38,7 @@ class FitConfig:
         penalty: More keeps rare tokens from extreme values. For products, the number of texts with
             the attribute that are added for every token. For evidence, the factor of a squared
             (L2) penalty: at 1, the prior of the reward of a token in n of N texts has the standard
-            deviation 0.1 log(N / n).
+            deviation 0.1 log(N / n), and less for tokens that the language model writes often.
         min_texts: Tokens in fewer texts get no weight and no reward.
         held_out: The share of the texts to hold out, if there are no validation texts.
         seed: The seed of the held-out split and of the mixture's start.

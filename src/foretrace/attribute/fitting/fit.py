@@ -15,8 +15,10 @@ MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: 
 PRODUCT_ONLY = "Chose a product: several terms apply to products only."
 
 
-def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Candidate:
-    """Fit to scores, by the objective of the config."""
+def fit_scores(
+    examples: Examples, held_out: Examples, config: FitConfig, frequencies: Array | None = None
+) -> Candidate:
+    """Fit to scores, by the objective of the config. `frequencies` (V,) are the LM's."""
     if float(np.ptp(examples.scores)) == 0:
         raise InvalidInputError(
             f"All {len(examples)} scores are equal, so nothing can be fitted. Add texts with the "
@@ -24,13 +26,14 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
         )
     examples, held_out = (split.without(config.keep) for split in (examples, held_out))
     if config.objective == "evidence":
-        return fit_evidence(examples, held_out, config)
+        return fit_evidence(examples, held_out, config, frequencies)
     if config.objective != "auto":
         return fit_products(examples, held_out, config)
     product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     if config.terms > 1:
         return product.with_facts(reason=PRODUCT_ONLY)
-    evidence = fit_evidence(examples, held_out, replace(config, objective="evidence"))
+    settings = replace(config, objective="evidence")
+    evidence = fit_evidence(examples, held_out, settings, frequencies)
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
         # At equal AUC, evidence: products at the same price make long texts repeat themselves.
@@ -44,7 +47,11 @@ def fit_scores(examples: Examples, held_out: Examples, config: FitConfig) -> Can
 
 
 def fit_each_label(
-    examples: Examples, held_out: Examples, num_labels: int, config: FitConfig
+    examples: Examples,
+    held_out: Examples,
+    num_labels: int,
+    config: FitConfig,
+    frequencies: Array | None = None,
 ) -> Iterator[Candidate]:
     """Fit one classifier per label. The number of a text's label is its stratum.
 
@@ -64,7 +71,8 @@ def fit_each_label(
     if config.objective not in ("auto", "evidence"):
         yield from (fit_product(number, config.objective) for number in labels)
         return
-    evidence = fit_labels(examples, held_out, num_labels, replace(config, objective="evidence"))
+    settings = replace(config, objective="evidence")
+    evidence = fit_labels(examples, held_out, num_labels, settings, frequencies)
     right = right_first([one.predicted for one in evidence], labels, held_out)
     if config.objective == "evidence":
         yield from (one.with_facts(right_first=right) for one in evidence)
