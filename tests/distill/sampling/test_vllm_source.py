@@ -55,16 +55,16 @@ def test_first_tokens_follow_the_distribution_of_the_lm(source: VLLMSource, smol
 
 def test_rows_depend_on_the_seed(source: VLLMSource) -> None:
     """A seed gives the same rows again; rows and seeds differ from one another."""
-    once, again, other = (source.draw([[]] * 64, 10, seed=seed) for seed in (5, 5, 6))
+    once, again, other = (source.draw([[]] * 32, 6, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(once, again)
     assert not (once[:, None] == other[None]).all(-1).any()
-    assert len(torch.unique(once, dim=0)) == 64
+    assert len(torch.unique(once, dim=0)) == 32
 
 
 def test_prefixes_are_kept_and_rows_are_padded(source: VLLMSource) -> None:
     prefix = source.encode(["The capital of France is"])[0]
     assert 100 * len(prefix) > OPTIONS["max_num_batched_tokens"] - 100
-    rows = source.draw([prefix, []] * 100, 24, seed=1)
+    rows = source.draw([prefix, []] * 100, 12, seed=1)
     assert (rows[::2, : len(prefix)] == torch.tensor(prefix)).all()
     ended = (rows == 0).cumsum(1) > 0
     assert (rows[ended] == 0).all()

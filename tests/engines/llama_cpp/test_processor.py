@@ -50,7 +50,7 @@ def test_greedy_texts_are_those_of_the_reweighted_logits(
     """The recorded logits are steered once more, from the token ids alone."""
     goal, changed = goal_of(kind), 0
     steering = SteeringProcessor(llm, goal, max_new_tokens=NEW)
-    for text in BEGINNINGS[:20]:
+    for text in BEGINNINGS[:8]:
         prompt, recorder = tokenizer(text).input_ids, Recorder()
         request = Request(goal, tuple(prompt), NEW, stop_ids=steering.stop_ids)
         steering.begin()
@@ -65,7 +65,7 @@ def test_greedy_texts_are_those_of_the_reweighted_logits(
             changed += token != int(bare.argmax())
             if token in steering.stop_ids:
                 break
-    assert changed >= 10
+    assert changed >= 4
     assert steering.error is None
 
 

@@ -273,7 +273,7 @@ def _longest_gap(address: str) -> float:
 
 
 def test_a_client_that_sends_new_goals_slows_nobody_else(real_server: RealServer) -> None:
-    """200 new expressions as fast as they can be sent, beside a client with a known goal.
+    """120 new expressions as fast as they can be sent, beside a client with a known goal.
 
     The hostile client spells the scheme of its key in different ways, and is one client.
     """
@@ -294,14 +294,14 @@ def test_a_client_that_sends_new_goals_slows_nobody_else(real_server: RealServer
     latency()
     quiet = median(latency() for _ in range(10))
     with ThreadPoolExecutor(48) as pool:
-        hostile = [pool.submit(attack, i) for i in range(200)]
+        hostile = [pool.submit(attack, i) for i in range(120)]
         busy = [latency()]
         while not all(future.done() for future in hostile) or len(busy) < 10:
             busy.append(latency())
         answers = [future.result() for future in hostile]
     assert {answer.status for answer in answers} <= {200, 429}
     refused = [answer for answer in answers if answer.status == 429]
-    assert len(refused) > 100
+    assert len(refused) > 60
     assert all(answer.seconds >= REFUSAL_DELAY for answer in refused)
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
     assert median(busy) <= 1.5 * quiet, (quiet, busy)
