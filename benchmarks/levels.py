@@ -2,18 +2,19 @@
 
 SmolLM2 is steered with the HMM and the attributes of `examples/`, on prompts that their calibration
 did not use. The environment variable FORETRACE_DATA names the folder of data with these prompts;
-without it, openings that the LM writes take their place. The price of required text is measured
-alone, and taken off. --quick runs two expressions at `medium`, on fewer and shorter texts.
+without it, openings that the LM writes take their place. Required text has a price of its own,
+which is measured alone and added to the budget. --quick runs two expressions at `medium`, on fewer
+and shorter texts.
 """
 
 from collections import defaultdict
 from functools import cache
 from statistics import fmean
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foretrace as ft
+from foretrace._hardware import default_dtype
 from foretrace.attribute.expression import Contains
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.transformers import calibration
@@ -48,7 +49,7 @@ def main() -> None:
     report = Report("Prices of levels")
     source = find_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(source)
-    lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(source, dtype=default_dtype("cpu"))
     hmm = ft.HMM.from_pretrained(EXAMPLES / "smollm2-135m")
     store = ft.AttributeStore(EXAMPLES / "attributes")
     prompts = held_out_prompts(tokenizer, lm, hmm, 16 if args.quick else 64)
@@ -75,7 +76,7 @@ def main() -> None:
             if text is not None:
                 report.add(f"{text}: price", alone, "nats")
             for level in ["medium"] if args.quick else BUDGETS:
-                ratio = (price(expression, level) - alone) / BUDGETS[level]
+                ratio = price(expression, level) / (BUDGETS[level] + alone)
                 name = f"{expression}, {level}: price / budget"
                 report.add(name, ratio, "", at_least=1 - TOLERANCE, at_most=1 + TOLERANCE)
                 ratios[level].append(ratio)
@@ -90,12 +91,12 @@ def _groups(names: list[str]) -> dict[str, dict[str, str | None]]:
     """Return the expressions of each kind, and the required text that each has."""
     texts = [f'contains("{text}")' for text in TEXTS]
     return {
-        "a": dict.fromkeys(names),
         "~a": dict.fromkeys(f"~{name}" for name in names),
         "a & b": dict.fromkeys(PAIRS),
         "a & contains": {
             f"{name} & {text}": text for name, text in zip(names, texts, strict=False)
         },
+        "a": dict.fromkeys(names),
     }
 
 

@@ -322,6 +322,14 @@ def test_levels_belong_to_one_strength() -> None:
         assert not changed.config.levels
 
 
+def test_a_conjunction_remembers_its_factors() -> None:
+    a, b = Attribute.from_rewards([0.5, 1.0]), Attribute.from_weights([0.5, 1.0])
+    contains = Attribute.contains("b", [b"a", b"b"])
+    assert (a & (b & ~contains)).factors == (a, b, ~contains)
+    for alone in (a, ~a, b | contains, (a & b).renamed("both"), (a & b) ** 2):
+        assert alone.factors == (alone,)
+
+
 def test_goals_that_contradict_each_other_are_never_true() -> None:
     tokens = [b"st", b"orm", b"s", b"a", b" ", b"."]
     storm, storms = (Attribute.contains(text, tokens) for text in ("storm", "storms"))

@@ -126,6 +126,16 @@ def test_required_text_joins_several_goals(
     assert row["probability"][2] == 1.0
 
 
+def test_goals_that_share_a_level_are_explained_as_they_are_generated(
+    run: Run, spelled: list[str]
+) -> None:
+    options = [*spelled, "--goal", "nontoxic", "--goal", "formal", "--level", "strong"]
+    options += ["--prompt", "hello", "--max-new-tokens", "8"]
+    generated, explained = run("generate", *options, "--json"), run("explain", *options)
+    assert generated.code == explained.code == 0, generated.err + explained.err
+    assert f"mean price: {json.loads(generated.out)['price']:.4f} nats" in explained.out
+
+
 @pytest.mark.parametrize("option", ["--must-contain", "--must-not-contain"])
 def test_the_price_of_required_text_is_beside_the_level(
     run: Run, spelled: list[str], option: str
