@@ -80,6 +80,12 @@ def test_texts_without_near_duplicates_are_held_out_one_by_one() -> None:
     assert split.held_out.scores.sum() == 20
 
 
+def test_many_texts_are_split() -> None:
+    """The square of their number does not fit in 32 bits."""
+    split = Split.of(examples_of(random_texts(50_000, 6)), None, 0.1, 0)
+    assert (len(split.fitting), len(split.held_out)) == (45_000, 5_000)
+
+
 @pytest.mark.parametrize("templates", [1, 2, 3])
 def test_a_few_templates_are_split_instead_of_held_out_as_a_whole(templates: int) -> None:
     """Without a split of their clusters, the texts of a label would be all held out or none."""

@@ -117,7 +117,7 @@ def _clusters(links: Pairs, strata: Indices) -> Indices:
         kept &= ~too_large[clusters[links.first]] | (links.similarity >= minimum)
         first, second = links.first[kept], links.second[kept]
         graph = coo_array((np.ones(len(first)), (first, second)), shape=(count, count))
-        clusters = connected_components(graph, directed=False)[1]
+        clusters = connected_components(graph, directed=False)[1].astype(np.int64)
         parts, sizes = np.unique(clusters * count + stratum, return_counts=True)
         cluster, of_stratum = np.divmod(parts, count)
         large = (sizes > 1) & (sizes > MAX_CLUSTER * stratum_sizes[of_stratum])
