@@ -68,6 +68,7 @@ class Data:
             config=config,
             validation=validation,
             tokenizer_fingerprint=self.fingerprint,
+            tokenizer=self.tokenizer,
         )
 
     def probabilities(self, attribute: Attribute, windows: Windows) -> NDArray[np.float64]:
@@ -118,6 +119,7 @@ def _detoxification(data: Data, report: Report, *, quick: bool) -> Attribute:
         report.add(f"nontoxic, {name}: AUC", ranks[name], "", at_least=least)
         record = fitted[name].config.fit
         report.add(f"nontoxic, {name}: tokens with weight", record["tokens_with_weight"], "")
+        report.add(f"nontoxic, {name}: warnings", len(record["warnings"]), "")
     _logistic(data, report, windows, np.array(scores), held_out, nontoxic)
     if not quick:
         _ridge(report, train, test, nontoxic)
