@@ -12,6 +12,7 @@ import pytest
 
 import forked
 from docs_folder import write_docs_folder
+from fake_server import chat_answer, fake_server
 from page_runner import PROJECT, blocks, run_page_strictly, sections
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
@@ -39,9 +40,12 @@ SMALLER = {  # the pages' own sizes take hours
     "--prompts 200": "--prompts 4",
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
+    "--lm my-lm --out formal": "--lm my-lm --num-texts 400 --out formal",
+    "--lm my-lm --prompts": "--lm my-lm --num-texts 200 --prompts",
 }
 SERVING = "docs/guides/serve.md"  # needs vLLM
 ENGINES = "docs/guides/engines.md"
+LM_SERVER = "http://localhost:8000/v1 --scorer-model"  # an LM that scores texts
 LLAMA_CPP = "llama.cpp"  # a section, which needs llama-cpp-python
 LEFT_OUT = {ENGINES: [LLAMA_CPP]}
 MAKE_HMM = {"docs/guides/train.md", "docs/guides/distill.md"}  # these write my-hmm
@@ -117,7 +121,13 @@ def test_a_page_runs(page: str, docs_folder: Path, tmp_path: Path) -> None:
         (folder / "my-hmm").rename(folder / "made-before")
         replacements = {**SMALLER, "examples/smollm2-135m": "made-before"}
     run = run_fresh if page in FRESH else run_forked
-    run(page, folder, replacements, LEFT_OUT.get(page, ()))
+    with fake_server(lambda body: chat_answer(f"{len(str(body)) % 100}")) as url:
+        run(
+            page,
+            folder,
+            {**replacements, LM_SERVER: f"{url} --scorer-model"},
+            LEFT_OUT.get(page, ()),
+        )
 
 
 @pytest.mark.slow

@@ -38,6 +38,14 @@ class TokenizerMismatchError(ForetraceError):
     """Two objects that must share a tokenizer were made with different ones."""
 
 
+class ServerError(ForetraceError):
+    """A server gives no valid answer to a request."""
+
+
+class ServerUnavailableError(ServerError):
+    """A server cannot be reached, or refuses every request, as with an invalid key."""
+
+
 def reason(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -118,10 +118,10 @@ def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path
         assert "Terms for groups" not in kept.out, kept.err
 
 
-def test_judge_scores_are_cached(
+def test_scores_are_cached(
     run: Run, scored: Path, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "length_judge.py").write_text(
+    (tmp_path / "length_scorer.py").write_text(
         "from pathlib import Path\n"
         "def score(texts):\n"
         f"    broken = Path({str(tmp_path / 'broken')!r}).exists()\n"
@@ -130,11 +130,20 @@ def test_judge_scores_are_cached(
     )
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "rude.safetensors"
-    command = ["fit", scored, "--tokenizer", tiny_lm, "--judge", "length_judge:score", "--out", out]
+    command = [
+        "fit",
+        scored,
+        "--tokenizer",
+        tiny_lm,
+        "--scorer",
+        "length_scorer:score",
+        "--out",
+        out,
+    ]
     done = run(*command)
     assert done.code == 0, done.err
     assert "texts left out" in done.out
-    cache_file = tmp_path / "rude.judgements.jsonl"
+    cache_file = tmp_path / "rude.scores.jsonl"
     assert len(cache_file.read_text().splitlines()) < 400
     (tmp_path / "broken").touch()
     again = run(*command)
@@ -158,7 +167,7 @@ def test_judge_scores_are_cached(
         ([{"text": "w1", "score": 1}], ["--scale", "-1"], "scale above 0"),
         ([{"text": "w1", "score": 1}], ["--terms", "2", "--objective", "log-mse"], "log-mse fits"),
         ([{"text": "w1", "score": 1}], ["--window", "0"], "window"),
-        ([{"text": "w1", "score": 1}], ["--judge", "no_such:judge"], "cannot be imported"),
+        ([{"text": "w1", "score": 1}], ["--scorer", "no_such:judge"], "cannot be imported"),
     ],
 )
 def test_bad_input_is_a_one_line_error(
@@ -179,10 +188,10 @@ def test_bad_input_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--by", "author", "--plot", "p.png"], "no meaning with --by"),
-        (["--label", "toxic"], "are for a --judge"),
+        (["--by", "author", "--plot", "p.png"], "no meaning with it"),
+        (["--label", "toxic"], "are for a --scorer"),
         (["--out", "."], "is a folder"),
-        (["--keep", "no-such-file"], "one word per line"),
+        (["--keep", "no-such-file"], "one entry per line"),
     ],
 )
 def test_options_without_effect_are_errors(

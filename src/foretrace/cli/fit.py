@@ -1,21 +1,25 @@
-"""`foretrace fit`: fit an attribute to scored texts, or one attribute per label."""
+"""`foretrace fit`: fit an attribute to texts, or one attribute per label."""
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from foretrace.cli.attribute import describe
-from foretrace.cli.loading import choose_device, find_model, load_tokenizer
+from foretrace.cli import fit_options as options
+from foretrace.cli import fit_texts
+from foretrace.cli.attribute import describe as print_attribute
+from foretrace.cli.fit_options import Objective, ScoreOptions, TextOptions
+from foretrace.cli.fit_texts import FitTexts
+from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from foretrace.attribute import Attribute, FitConfig
-    from foretrace.evaluate import Judge
 
 EPILOG = (
     "Example: foretrace fit scored.jsonl --score toxicity --invert --tokenizer "
@@ -23,166 +27,97 @@ EPILOG = (
 )
 
 
-class Objective(StrEnum):
-    """What is fitted, and by which loss."""
-
-    auto = "auto"
-    cross_entropy = "cross-entropy"
-    log_mse = "log-mse"
-    evidence = "evidence"
-
-
 def fit(
-    data: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, .parquet; also .xz, .gz.")],
-    tokenizer: Annotated[
-        str, typer.Option(help="The tokenizer of the LM to steer: a folder, or a hub id.")
-    ],
-    out: Annotated[Path, typer.Option(help="Output file; with --by, the output folder.")],
-    text: Annotated[str, typer.Option(help="The column of texts.")] = "text",
-    score: Annotated[str, typer.Option(help="The column of scores in [0, 1].")] = "score",
-    invert: Annotated[
-        bool, typer.Option(help="Use 1 - score: the scores are of the attribute's absence.")
-    ] = False,
-    by: Annotated[
-        str | None, typer.Option(help="Fit one attribute per value of this column.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the attribute. Default: the file's name.")
-    ] = None,
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            help="Score texts by module:function, or by a classifier: a folder, or a hub id."
-        ),
-    ] = None,
-    label: Annotated[
-        str | None,
-        typer.Option(help="The class of the classifier; with --zero-shot, any description."),
-    ] = None,
-    zero_shot: Annotated[bool, typer.Option(help="The classifier is an entailment model.")] = False,
-    encoder: Annotated[
-        str | None, typer.Option(help="The sentence encoder of a judge that uses embeddings.")
-    ] = None,
-    judgements: Annotated[
-        Path | None, typer.Option(help="Cache file of the judge's scores. Default: next to --out.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Device of the classifier: cpu, cuda, or auto.")
-    ] = "auto",
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            help="cross-entropy: a product of weights, for what a text must avoid; log-mse: the "
-            "paper's; evidence: log-odds, for what speaks for and against; auto: cross-entropy or "
-            "evidence, by their ranks of held-out texts."
-        ),
-    ] = Objective.auto,
-    terms: Annotated[int, typer.Option(help="Maximum number of terms in the mixture.")] = 1,
-    scale: Annotated[float | None, typer.Option(help="Scale of the scores' transform.")] = None,
-    shift: Annotated[float | None, typer.Option(help="Shift of the scores' transform.")] = None,
-    penalty: Annotated[
-        float, typer.Option(help="Penalty on the weights or rewards of rare tokens.")
-    ] = 1.0,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|groups",
-            help="Words that must not decide, one per line, or 'groups': neutral terms for groups "
-            "of people. Only words that are one token of the tokenizer are left out, in any "
-            "capitalisation; list plurals as lines of their own.",
-        ),
-    ] = None,
-    window: Annotated[int, typer.Option(help="Tokens per window; longer texts are split.")] = 128,
-    seed: Annotated[int, typer.Option(help="Random seed of the held-out split.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also write a plot of the fit to this PNG file.")
-    ] = None,
+    out: options.Out,
+    data: options.Data = None,
+    text: options.Text = "text",
+    describe: options.Describe = None,
+    against: options.Against = None,
+    topics: options.Topics = None,
+    num_texts: options.NumTexts = None,
+    prompts: options.Prompts = None,
+    writer_url: options.WriterURL = None,
+    writer_model: options.WriterModel = None,
+    score: options.Score = "score",
+    invert: options.Invert = False,
+    by: options.By = None,
+    scorer: options.Scorer = None,
+    label: options.Label = None,
+    zero_shot: options.ZeroShot = False,
+    encoder: options.Encoder = None,
+    scorer_url: options.ScorerURL = None,
+    scorer_model: options.ScorerModel = None,
+    scorer_prompt: options.ScorerPrompt = None,
+    name: options.Name = None,
+    objective: options.Objectives = Objective.auto,
+    terms: options.Terms = 1,
+    scale: options.Scale = None,
+    shift: options.Shift = None,
+    penalty: options.Penalty = 1.0,
+    keep: options.Keep = None,
+    window: options.Window = 128,
+    seed: options.Seed = 0,
+    plot: options.Plot = None,
+    lm: options.LM = None,
+    tokenizer: options.Tokenizer = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
 ) -> None:
-    """Fit an attribute to scored texts. This takes about a second."""
-    from foretrace import _tabular
+    """Fit an attribute: to scored texts, to a description, or to the scores of a scorer."""
     from foretrace.attribute import FitConfig, LogitAffine
     from foretrace.attribute.fitting.plot import draw
-    from foretrace.evaluate import load_judge
 
-    _check_options(
-        out,
-        by is not None,
-        by=(invert, name, judge, plot),
-        judge=(label, zero_shot, encoder, judgements),
+    topic_list = None if topics is None else options.read_words(topics, "--topics")
+    text_options = TextOptions(
+        data, text, describe, against, topic_list, num_texts, prompts, writer_url, writer_model
     )
+    score_options = ScoreOptions(
+        score, invert, by, scorer, label, zero_shot, encoder, scorer_url, scorer_model,
+        scorer_prompt,
+    )  # fmt: skip
+    options.check(text_options, score_options, lm, tokenizer, out, (name, plot))
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
     config = FitConfig(
-        objective=objective.value,
-        terms=terms,
-        transform=transform,
-        penalty=penalty,
-        seed=seed,
+        objective=objective.value, terms=terms, transform=transform, penalty=penalty, seed=seed
     )
-    source: dict[str, Any] = {"data": data.name, "text": text, "window": window}
-    target = by or (None if judge else score)
-    rows = _tabular.read_rows(data, [text] if target is None else [text, target])
-    texts = _tabular.texts(rows, text, data)
-    fitter = _Fitter(tokenizer, window, config, _read_kept_words(keep))
-    if keep is not None:
-        source["keep"] = keep
+    kept_words = _read_kept_words(keep)
+    texts = None if data is None else fit_texts.read_texts(text_options, score_options)
+    loaded_lm = load_lm(lm, dtype, device) if lm and texts is None and not writer_url else None
+    fit_tokenizer = loaded_lm[1] if loaded_lm else load_tokenizer(lm or tokenizer or "")
+    if texts is None:
+        written = out.with_suffix(".written.jsonl")
+        texts = fit_texts.write_texts(text_options, lm, loaded_lm, written, seed)
+    texts.source.update({"window": window} | ({} if keep is None else {"keep": keep}))
+    fitter = _Fitter(fit_tokenizer, window, config, [*kept_words, *texts.instruction_words])
     if by is not None:
-        labels = [str(value) for value in _tabular.column(rows, by, data)]
-        fitter.fit_labels(texts, labels, out, {**source, "by": by})
+        fitter.fit_labels(texts, out)
         return
-    if judge is None:
-        scores = _tabular.probabilities(rows, score, data)
-        source["score"] = score
-    else:
-        if ":" not in judge:
-            find_model(judge)
-        if encoder is not None:
-            find_model(encoder)
-        loaded_judge = load_judge(
-            judge,
-            label=label,
-            zero_shot=zero_shot,
-            device=choose_device(device),
-            encoder=encoder,
-        )
-        cache_file = judgements or out.with_suffix(".judgements.jsonl")
-        total = len(texts)
-        texts, scores = _judge(texts, loaded_judge, cache_file)
-        source |= {"judge": judge, "label": label, "judge_failed": total - len(texts)}
-    if invert:
-        scores = [1 - value for value in scores]
-    source["inverted"] = invert
-    attribute = fitter.fit_scores(texts, scores, name or out.stem, out, source)
+    if score_options.scored:
+        cache = out.with_suffix(".scores.jsonl")
+        texts = fit_texts.score_texts(texts, score_options, device, cache)
+    if data is None:
+        fit_texts.save_texts(texts, out.with_suffix(".texts.jsonl"))
+    attribute = fitter.fit_scores(texts, invert, name or out.stem, out)
     if plot is not None:
         draw(attribute.config, plot)
-
-
-def _check_options(out: Path, per_label: bool, by: tuple[Any, ...], judge: tuple[Any, ...]) -> None:
-    """Raise an error for options without effect, and for an output that cannot be written."""
-    if per_label and any(by):
-        raise typer.BadParameter("--invert, --name, --judge and --plot have no meaning with --by.")
-    if any(judge) and not by[2]:
-        raise typer.BadParameter(
-            "--label, --zero-shot, --encoder and --judgements are for a --judge."
-        )
-    if per_label and out.is_file():
-        raise typer.BadParameter(f"--out {out} is a file; with --by it must be a folder.")
-    if not per_label and out.is_dir():
-        raise typer.BadParameter(f"--out {out} is a folder; name a file in it.")
 
 
 class _Fitter:
     """Tokenizes texts, fits attributes, saves them and prints a summary."""
 
     def __init__(
-        self, tokenizer: str, window: int, config: "FitConfig", kept_words: list[str]
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        window: int,
+        config: "FitConfig",
+        kept_words: list[str],
     ) -> None:
         from foretrace.attribute import word_tokens
         from foretrace.vocabulary import tokenizer_settings
 
-        self.tokenizer = load_tokenizer(tokenizer)
-        self.window = window
+        self.tokenizer, self.window = tokenizer, window
         if kept_words:
             config = replace(config, keep=word_tokens(kept_words, self.tokenizer))
             typer.echo(f"{len(config.keep)} tokens of {len(kept_words)} words do not decide")
@@ -192,45 +127,43 @@ class _Fitter:
             **tokenizer_settings(self.tokenizer.get_vocab()),
         }
 
-    def fit_scores(
-        self, texts: list[str], scores: list[float], name: str, out: Path, source: dict[str, Any]
-    ) -> "Attribute":
+    def fit_scores(self, texts: FitTexts, invert: bool, name: str, out: Path) -> "Attribute":
         """Fit one attribute to scores, save and describe it."""
         from foretrace.attribute import Attribute, tokenize
 
-        windows = tokenize(texts, self.tokenizer, self.window)
+        scores = [1 - score if invert else score for score in texts.column("score")]
+        windows = tokenize(texts.column("text"), self.tokenizer, self.window)
         start = perf_counter()
         attribute = Attribute.fit(
             windows.token_ids,
             [scores[text] for text in windows.texts],
             groups=windows.texts,
             name=name,
-            source=source,
+            source={**texts.source, "inverted": invert},
             **self.settings,
         )
         seconds = perf_counter() - start
         attribute.save(out)
-        describe(attribute, self.tokenizer)
+        print_attribute(attribute, self.tokenizer)
         size = out.stat().st_size / 1000
         typer.echo(f"fitted in {seconds:.1f} s, written to {out} ({size:.1f} kB)")
         return attribute
 
-    def fit_labels(
-        self, texts: list[str], labels: list[str], out: Path, source: dict[str, Any]
-    ) -> None:
+    def fit_labels(self, texts: FitTexts, out: Path) -> None:
         """Fit one attribute per label, and add them to a store."""
         from foretrace.attribute import Attribute, AttributeStore, tokenize
 
+        labels = texts.column("label")
         store, names, aucs = AttributeStore(out), sorted(set(labels)), []
         attribute, num_warned = None, 0
         for label in names:
             store.path(label)  # raises an error for an invalid name before the fit
-        windows = tokenize(texts, self.tokenizer, self.window)
+        windows = tokenize(texts.column("text"), self.tokenizer, self.window)
         attributes = Attribute.fit_each(
             windows.token_ids,
             [labels[text] for text in windows.texts],
             groups=windows.texts,
-            source=source,
+            source=texts.source,
             **self.settings,
         )
         with ProgressBars(resumes=False) as bars:
@@ -259,46 +192,8 @@ class _Fitter:
 def _read_kept_words(keep: str | None) -> list[str]:
     """Return the words of a file, or the terms for groups of people."""
     from foretrace.attribute import group_terms
-    from foretrace.attribute.fitting.words import GROUPS, parse_words
-    from foretrace.errors import reason
+    from foretrace.attribute.fitting.words import GROUPS
 
     if keep is None:
         return []
-    if keep == GROUPS:
-        return group_terms()
-    try:
-        words = parse_words(Path(keep).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(
-            f"--keep {keep} cannot be read ({reason(error)}). Pass a text file with one word "
-            f"per line, or '{GROUPS}'."
-        ) from error
-    if not words:
-        raise typer.BadParameter(f"--keep {keep} has no words. Write one per line.")
-    return words
-
-
-def _judge(texts: list[str], judge: "Judge", cache_file: Path) -> tuple[list[str], list[float]]:
-    """Score texts; drop those that the judge fails on, and print how many."""
-    from foretrace.attribute.fitting.examples import require_content
-    from foretrace.errors import InvalidInputError
-    from foretrace.evaluate import judge_texts
-
-    require_content(texts)
-    with ProgressBars(resumes=True) as bars:
-        judged = judge_texts(
-            texts,
-            judge,
-            cache=cache_file,
-            on_progress=lambda done, total: bars.update("judge", done, total, "texts"),
-        )
-    pairs = zip(texts, judged.scores, strict=True)
-    scored = [(text, score) for text, score in pairs if score is not None]
-    if not scored:
-        raise InvalidInputError(
-            f"The judge '{judge.name}' scored none of {len(texts)} texts ({judged.last_failure}). "
-            f"It must return a number in [0, 1] for each text."
-        )
-    if judged.failed:
-        typer.echo(f"{judged.failed} texts left out: the judge failed ({judged.last_failure})")
-    return [text for text, _ in scored], [score for _, score in scored]
+    return group_terms() if keep == GROUPS else options.read_words(Path(keep), "--keep")

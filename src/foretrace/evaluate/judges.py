@@ -9,14 +9,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from foretrace import _io
-from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError, reason
+from foretrace import _http, _io
+from foretrace.errors import (
+    InvalidFileError,
+    InvalidInputError,
+    ServerError,
+    ServerUnavailableError,
+    reason,
+)
 from foretrace.evaluate import linear_judge
 from foretrace.evaluate.plugin import import_function, is_function_name
 
@@ -24,14 +27,8 @@ BATCH = 32
 MAX_FAILED_BATCHES = 5
 PERSPECTIVE = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 PERSPECTIVE_KEY = "PERSPECTIVE_API_KEY"
-RETRIED_STATUS = {429, 500, 502, 503, 504}
-REFUSED_STATUS = {401, 403}
 Score = float | None
 OnProgress = Callable[[int, int], None]
-
-
-class JudgeRefusedError(ForetraceError):
-    """Raised when a judge refuses every request, for example because a key is invalid."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,8 @@ def judge_texts(
         InvalidInputError: If the judge scores no text of five batches in a row. Scores up to there
             are in the cache.
         InvalidFileError: If the cache is a file of something else.
-        JudgeRefusedError: If the judge refuses every request.
+        ServerUnavailableError: If the server of a judge cannot be reached, or refuses every
+            request. Scores up to there are in the cache.
 
     Example:
         >>> from foretrace.evaluate import Judge, judge_texts
@@ -209,8 +207,10 @@ def _judge_batch(judge: Judge, texts: list[str]) -> tuple[list[Score], str | Non
             raise InvalidInputError(f"{len(scores)} scores came back for {len(texts)} texts")
         invalid = [score for score in scores if not _is_probability(score)]
         valid = [score if _is_probability(score) else None for score in scores]
-        return valid, f"a score of {invalid[0]} is not in [0, 1]" if invalid else None
-    except JudgeRefusedError:
+        wrong = [score for score in invalid if score is not None]
+        failure = f"a score of {wrong[0]} is not in [0, 1]" if wrong else "it gave no score"
+        return valid, failure if invalid else None
+    except ServerUnavailableError:
         raise
     except Exception as error:  # a judge is external code, which may raise anything
         if len(texts) == 1:
@@ -313,8 +313,8 @@ class PerspectiveClient:
     Example:
         >>> from foretrace.evaluate.judges import PerspectiveClient
         >>> client = PerspectiveClient("http://127.0.0.1:9/", "TOXICITY", 0.0, attempts=1)
-        >>> client.score(["nobody answers"])
-        [None]
+        >>> client.score([])
+        []
     """
 
     address: str
@@ -329,7 +329,7 @@ class PerspectiveClient:
         """Return the scores of texts; None where the API has no answer, as for other languages.
 
         Raises:
-            JudgeRefusedError: If the API refuses the key.
+            ServerUnavailableError: If the API cannot be reached, or refuses the key.
         """
         return [self._request_score(text) for text in texts]
 
@@ -340,35 +340,17 @@ class PerspectiveClient:
             "languages": ["en"],
             "doNotStore": True,
         }
-        for attempt in range(self.attempts):
-            self._limit_rate()
-            try:
-                response = self._post(body)
-                return float(response["attributeScores"][self.attribute]["summaryScore"]["value"])
-            except HTTPError as error:
-                if error.code in REFUSED_STATUS:
-                    raise JudgeRefusedError(
-                        f"Perspective refuses the key ({error.code} {error.reason}). Check "
-                        f"{PERSPECTIVE_KEY}, and that the API is enabled for it."
-                    ) from error
-                if error.code not in RETRIED_STATUS:
-                    return None
-            except (OSError, HTTPException):  # no connection, or it broke
-                pass
-            except (KeyError, TypeError, ValueError):  # a response without a score
-                return None
-            self.sleep(self.pause * 2**attempt)
-        return None
-
-    def _limit_rate(self) -> None:
-        now = time.monotonic()
-        if now < self._next_request:
-            self.sleep(self._next_request - now)
-        self._next_request = max(now, self._next_request) + self.pause
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        request = Request(
-            self.address, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urlopen(request, timeout=self.timeout) as response:
-            return json.load(response)
+        if (wait := self._next_request - time.monotonic()) > 0:
+            self.sleep(wait)
+        limits: dict[str, Any] = {"timeout": self.timeout, "attempts": self.attempts}
+        try:
+            answer = _http.post_json(
+                self.address, body, pause=self.pause, sleep=self.sleep, **limits
+            )
+            return float(answer["attributeScores"][self.attribute]["summaryScore"]["value"])
+        except ServerUnavailableError:
+            raise
+        except (ServerError, KeyError, TypeError, ValueError):  # an answer without a score
+            return None
+        finally:
+            self._next_request = time.monotonic() + self.pause

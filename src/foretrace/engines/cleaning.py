@@ -1,0 +1,111 @@
+"""Clean the texts that a language model writes on request, and find those that are of no use."""
+
+import re
+from collections.abc import Sequence
+
+REFUSAL = re.compile(
+    r"\bas an ai\b|\bai (?:assistant|language model)\b|\blarge language model\b"
+    r"|\bi(?:'m| am) (?:sorry|unable)\b.{0,20}\b(?:can't|cannot|unable|not able)\b"
+    r"|\bi (?:can't|cannot|can not|won't) (?:write|help|assist|provide|fulfil|create|generate)\b",
+    re.IGNORECASE,
+)
+LABEL = re.compile(r"(?:sentence|text|answer|response|output)s?(?: \d+)?\s*:\s*", re.IGNORECASE)
+SENTENCE_END = re.compile(r"[.!?\u2026][\"')\]*\u2019\u201d]*(?=\s|$)|[\u3002\uff01\uff1f]")
+MARKS = '"\u201c\u201d\u201e\u00ab\u00bb*_`'  # quotation marks and Markdown around a text
+WORD = re.compile(r"\w+(?:'\w+)*")
+ECHO = 4  # words of the instruction in a row
+SHORTEST = 3  # words
+DUPLICATE = 0.6  # of the triples of words of the shorter text
+
+Runs = set[tuple[str, ...]]
+
+
+def clean(text: str, *, finished: bool) -> str:
+    """Remove what is not part of a text: introductions, labels, quotation marks, half sentences.
+
+    Args:
+        text: What a language model has answered.
+        finished: Whether the answer ends by itself. Else it is cut after its last sentence.
+
+    Returns:
+        The text in one line; empty if no sentence is complete.
+
+    Example:
+        >>> from foretrace.engines.cleaning import clean
+        >>> clean('Sentence: "It rains. We wa', finished=False)
+        'It rains.'
+    """
+    lines = [line.strip() for line in text.strip().splitlines()]
+    while lines and (not lines[0] or lines[0].endswith(":")):
+        lines.pop(0)
+    line = " ".join(" ".join(lines).split())
+    if label := LABEL.match(line):
+        line = line[label.end() :]
+    if not finished:
+        ends = [match.end() for match in SENTENCE_END.finditer(line)]
+        line = line[: ends[-1]] if ends else ""
+    inner = line.strip(MARKS)
+    return (line if set(MARKS) & set(inner) else inner).strip()
+
+
+class Selection:
+    """Finds texts of no use: empty ones, refusals, echoes of the instruction, near duplicates.
+
+    Args:
+        instruction: The instruction of the texts. Where a topic was named, it has a line break.
+    """
+
+    def __init__(self, instruction: str) -> None:
+        self._told: Runs = set()
+        for part in instruction.splitlines():
+            self._told |= runs(part, ECHO)
+        self._kept: list[Runs] = []
+
+    def fault(self, text: str) -> str | None:
+        """Return why a text is of no use; None if it is kept.
+
+        Args:
+            text: A text that `clean` returned.
+
+        Returns:
+            A reason, or None.
+        """
+        if len(words(text)) < SHORTEST:
+            return "empty or cut off"
+        if REFUSAL.search(text.replace("\u2019", "'")):
+            return "refusals"
+        if self._told & runs(text, ECHO):
+            return "echoes of the instruction"
+        triples = runs(text, 3)
+        if any(_overlap(triples, other) > DUPLICATE for other in self._kept):
+            return "near duplicates"
+        self._kept.append(triples)
+        return None
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text, in lower case.
+
+    Args:
+        text: A text.
+
+    Returns:
+        The words.
+
+    Example:
+        >>> from foretrace.engines.cleaning import words
+        >>> words("It's late.")
+        ["it's", 'late']
+    """
+    return WORD.findall(text.replace("\u2019", "'").casefold())
+
+
+def runs(text: str, length: int) -> Runs:
+    """Return all runs of so many words."""
+    parts: Sequence[str] = words(text)
+    return {tuple(parts[i : i + length]) for i in range(len(parts) - length + 1)}
+
+
+def _overlap(first: Runs, second: Runs) -> float:
+    """Return the share of the smaller set that the other set contains."""
+    return len(first & second) / max(1, min(len(first), len(second)))

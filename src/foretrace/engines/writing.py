@@ -1,0 +1,143 @@
+"""Texts that a language model writes, batch by batch, kept in a file."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from foretrace import _io
+from foretrace.chat import Prompt, is_chat
+from foretrace.chat_server import ChatServer
+from foretrace.errors import InvalidFileError, InvalidInputError
+
+BATCH = 80  # prompts
+MAX_NEW_TOKENS = 48
+TOP_P = 0.9
+OnProgress = Callable[[int, int], None]
+
+
+class Written(NamedTuple):
+    """A text that a language model has written.
+
+    Attributes:
+        text: The text, without its prompt. Empty if the writer failed.
+        finished: Whether the text ends by itself, and not at the limit of its length.
+    """
+
+    text: str
+    finished: bool
+
+
+class Writer(Protocol):
+    """A language model that writes texts.
+
+    Attributes:
+        name: The model and how it samples. Texts of writers of different names are not mixed.
+    """
+
+    @property
+    def name(self) -> str:
+        """The model and how it samples."""
+
+    def write(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Written]:
+        """Continue texts and answer chats: one text for each. Equal prompts are neighbours."""
+
+
+@dataclass(frozen=True)
+class ServerWriter:
+    """Writes answers to chats by a language model on a server.
+
+    Attributes:
+        server: The server.
+    """
+
+    server: ChatServer
+
+    @property
+    def name(self) -> str:
+        """The model and how it samples."""
+        return f"{self.server.model} at {self.server.address}"
+
+    def write(self, prompts: Sequence[Prompt], seed: int) -> list[Written]:
+        """Answer chats; an answer is empty where a request failed.
+
+        Raises:
+            ServerUnavailableError: If the server cannot be reached, or refuses every request.
+        """
+        chats = [prompt for prompt in prompts if is_chat(prompt)]
+        if len(chats) < len(prompts):
+            raise InvalidInputError("A server answers chats only. Pass messages, not texts.")
+        answers = self.server.answer_all(chats, seed=seed, top_p=TOP_P, max_tokens=MAX_NEW_TOKENS)
+        return [Written(*answer[:2]) if answer else Written("", False) for answer in answers]
+
+
+def write_texts(
+    writer: Writer,
+    prompts: Sequence[Prompt],
+    file: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Written]:
+    """Have texts written, except those that the file already holds.
+
+    A resumed run has the same result as an uninterrupted one.
+
+    Args:
+        writer: The language model.
+        prompts: Texts to continue and chats to answer. For several texts, repeat a prompt.
+        file: The file of JSON lines that every batch is appended to.
+        seed: The random seed.
+        on_progress: Called after each batch with the numbers of texts written and of all.
+
+    Returns:
+        A text for each prompt.
+
+    Raises:
+        InvalidFileError: If the file was written with other settings.
+
+    Example:
+        >>> from foretrace.engines.writing import Written, write_texts
+        >>> class Echo:
+        ...     name = "echo"
+        ...     def write(self, prompts, seed):
+        ...         return [Written(prompt, finished=True) for prompt in prompts]
+        >>> write_texts(Echo(), ["hello"], folder / "written.jsonl")
+        [Written(text='hello', finished=True)]
+    """
+    file = Path(file)
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    batches = _read(file, {"writer": writer.name, "seed": seed, "prompts": digest})
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        if start not in batches:
+            batch_seed = int(np.random.SeedSequence([seed, start]).generate_state(1)[0])
+            batches[start] = list(writer.write(batch, batch_seed))
+            rows = [written._asdict() for written in batches[start]]
+            _io.append_lines(file, [{"start": start, "texts": rows}])
+        on_progress(start + len(batch), len(prompts))
+    return [written for start in sorted(batches) for written in batches[start]]
+
+
+def _read(file: Path, settings: dict[str, object]) -> dict[int, list[Written]]:
+    """Read the batches of a file by their start; create the file if there is none."""
+    rows = _io.read_lines(file)
+    if not rows:
+        _io.write_lines(file, [{"settings": settings}])
+        return {}
+    if not isinstance(rows[0], dict) or rows[0].get("settings") != settings:
+        raise InvalidFileError(
+            f"{file} holds texts that were written with other settings. Choose another output, or "
+            f"remove the file to have texts written again."
+        )
+    try:
+        return {row["start"]: [Written(**text) for text in row["texts"]] for row in rows[1:]}
+    except (KeyError, TypeError) as error:
+        raise InvalidFileError(
+            f"{file} is damaged. Remove it to have texts written again."
+        ) from error

@@ -1,0 +1,46 @@
+"""Test the texts that a language model writes."""
+
+from pathlib import Path
+
+import pytest
+
+from foretrace.chat import as_messages
+from tiny_lm import chat_tokenizer, tiny_model, word_tokenizer
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+
+from foretrace.engines.contrast import write_contrast
+from foretrace.engines.transformers.writer import LMWriter
+
+
+def test_texts_depend_on_the_seed_alone() -> None:
+    tokenizer = chat_tokenizer()
+    writer = LMWriter(tiny_model(tokenizer), tokenizer, "tiny")
+    chats = [as_messages("w1")] * 2 + [as_messages("w2")] * 2
+    texts = writer.write(chats, seed=1)
+    assert texts == writer.write(chats, seed=1)
+    assert texts != writer.write(chats, seed=2)
+    assert len({text for text, _ in texts}) == 4
+    assert len(writer.write([*chats, "w3"], seed=1)) == 5  # unequal numbers of copies
+
+
+def test_a_chat_is_plain_text_without_a_chat_template() -> None:
+    tokenizer = word_tokenizer()
+    model = tiny_model(tokenizer)
+    chat = LMWriter(model, tokenizer, "tiny").write([as_messages("w1 w2")], seed=0)
+    assert chat[0].text
+    ended = LMWriter(model, tokenizer, "tiny", ends=range(1, 64)).write(["w1"], seed=0)
+    assert ended[0].finished
+
+
+@pytest.mark.slow
+def test_a_real_lm_writes_both_sides(smollm2: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    writer = LMWriter(AutoModelForCausalLM.from_pretrained(smollm2), tokenizer, "smollm2")
+    topics = ["a hotel room", "a movie"]
+    sides = ("very positive, enthusiastic", "very negative, disappointed")
+    contrast = write_contrast(writer, *sides, tmp_path / "w.jsonl", num_texts=20, topics=topics)
+    assert len(contrast.texts) >= 12
+    assert {text.side for text in contrast.texts} == {"for", "against"}
