@@ -57,7 +57,7 @@ Topics = Annotated[
 NumTexts = Annotated[
     int | None,
     _TextOption(
-        min=1, help="Texts to write.", show_default="1200 with --describe, 4000 for a scorer"
+        min=1, help="Texts to write.", show_default="1000 with --describe, 4000 for a scorer"
     ),
 ]
 Prompts = Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     LoadedLM = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
-NUM_DESCRIBED, NUM_SAMPLES = 1200, 4000
+NUM_DESCRIBED, NUM_SAMPLES = 1000, 4000
 COPIES = 5  # samples that continue an opening
 
 

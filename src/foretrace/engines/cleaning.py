@@ -9,7 +9,13 @@ REFUSAL = re.compile(
     r"|\bi (?:can't|cannot|can not|won't) (?:write|help|assist|provide|fulfil|create|generate)\b",
     re.IGNORECASE,
 )
-LABEL = re.compile(r"(?:sentence|text|answer|response|output)s?(?: \d+)?\s*:\s*", re.IGNORECASE)
+INTRODUCTION = re.compile(
+    r"(?:(?:sure|certainly|of course|here(?:'s|\u2019s| is| are))\b[^:]{0,100}"
+    r"|(?:sentence|text|answer|response|output)s?(?: \d+)?)\s*:\s*",
+    re.IGNORECASE,
+)
+LIST_MARK = re.compile(r"(?:\d+[.)]|[-*\u2022])\s+")
+PLACEHOLDER = re.compile(r"\[[^\]]+\]|<[^>]+>")
 SENTENCE_END = re.compile(r"[.!?\u2026][\"')\]*\u2019\u201d]*(?=\s|$)|[\u3002\uff01\uff1f]")
 MARKS = '"\u201c\u201d\u201e\u00ab\u00bb*_`'  # quotation marks and Markdown around a text
 WORD = re.compile(r"\w+(?:'\w+)*")
@@ -35,12 +41,12 @@ def clean(text: str, *, finished: bool) -> str:
         >>> clean('Sentence: "It rains. We wa', finished=False)
         'It rains.'
     """
-    lines = [line.strip() for line in text.strip().splitlines()]
+    lines = [LIST_MARK.sub("", line.strip(), count=1) for line in text.splitlines()]
     while lines and (not lines[0] or lines[0].endswith(":")):
         lines.pop(0)
     line = " ".join(" ".join(lines).split())
-    if label := LABEL.match(line):
-        line = line[label.end() :]
+    if introduction := INTRODUCTION.match(line):
+        line = line[introduction.end() :]
     if not finished:
         ends = [match.end() for match in SENTENCE_END.finditer(line)]
         line = line[: ends[-1]] if ends else ""
@@ -53,12 +59,13 @@ class Selection:
 
     Args:
         instruction: The instruction of the texts. Where a topic was named, it has a line break.
+        wish: What the texts should be like. A text with all these words in a row is an echo.
     """
 
-    def __init__(self, instruction: str) -> None:
-        self._told: Runs = set()
-        for part in instruction.splitlines():
-            self._told |= runs(part, ECHO)
+    def __init__(self, instruction: str, wish: str = "") -> None:
+        self._echoes = [(ECHO, runs(part, ECHO)) for part in instruction.splitlines()]
+        if (length := len(words(wish))) > 1:
+            self._echoes.append((length, runs(wish, length)))
         self._kept: list[Runs] = []
 
     def fault(self, text: str) -> str | None:
@@ -74,8 +81,10 @@ class Selection:
             return "empty or cut off"
         if REFUSAL.search(text.replace("\u2019", "'")):
             return "refusals"
-        if self._told & runs(text, ECHO):
+        if any(told & runs(text, length) for length, told in self._echoes):
             return "echoes of the instruction"
+        if PLACEHOLDER.search(text):
+            return "placeholders"
         triples = runs(text, 3)
         if any(_overlap(triples, other) > DUPLICATE for other in self._kept):
             return "near duplicates"

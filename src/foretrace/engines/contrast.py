@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from foretrace.attribute.fitting.words import parse_words
-from foretrace.chat import as_messages
+from foretrace.chat import Messages, as_messages
 from foretrace.engines.cleaning import Selection, clean, words
 from foretrace.engines.writing import OnProgress, Writer, Written, write_texts
 from foretrace.errors import InvalidInputError
@@ -17,11 +17,7 @@ FOR, AGAINST = "for", "against"
 COPIES = 5  # texts of one instruction
 MIN_USABLE = 0.1  # of the texts of a side
 WORDINGS = (  # with a wish, and without
-    (
-        "Write one sentence about {topic}. The sentence must be {wish}.",
-        "Write one sentence about {topic}.",
-    ),
-    ("Write a short text about {topic}. Style: {wish}.", "Write a short text about {topic}."),
+    ("Write one sentence about {topic}. It must be {wish}.", "Write one sentence about {topic}."),
     (
         "Say something about {topic} in one or two sentences. Make it {wish}.",
         "Say something about {topic} in one or two sentences.",
@@ -65,6 +61,11 @@ class _Task(NamedTuple):
     side: str
     topic: str
     template: str  # of the instruction, with TOPIC
+    opposite: str  # of the other side
+    wish: str | None
+
+    def chat(self, template: str) -> Messages:
+        return as_messages(template.replace(TOPIC, self.topic))
 
 
 def write_contrast(
@@ -73,7 +74,7 @@ def write_contrast(
     against: str | None,
     file: str | os.PathLike[str],
     *,
-    num_texts: int = 1200,
+    num_texts: int = 1000,
     topics: Sequence[str] | None = None,
     seed: int = 0,
     on_progress: OnProgress = lambda done, total: None,
@@ -81,7 +82,7 @@ def write_contrast(
     """Have a language model write texts that fit a description, and texts that do not.
 
     Both sides are about the same topics. Refusals, echoes of the instruction, texts without the end
-    of a sentence and near duplicates are removed.
+    of a sentence, placeholders and near duplicates are removed.
 
     Args:
         writer: The language model.
@@ -106,7 +107,7 @@ def write_contrast(
         >>> from foretrace.engines.writing import Written
         >>> class Scripted:
         ...     name = "scripted"
-        ...     def write(self, prompts, seed):
+        ...     def write(self, prompts, opposites, seed):
         ...         asked = [prompt[0]["content"] for prompt in prompts]
         ...         opening = {True: "Dear Sir or Madam", False: "hey dude"}
         ...         return [Written(opening["formal" in text] + ", hello.", True) for text in asked]
@@ -122,8 +123,14 @@ def write_contrast(
             "A description must not be empty, and must differ from what it is held against."
         )
     tasks = _tasks(description, against, topics or default_topics(), num_texts)
-    prompts = [as_messages(task.template.replace(TOPIC, task.topic)) for task in tasks]
-    written = write_texts(writer, prompts, file, seed=seed, on_progress=on_progress)
+    written = write_texts(
+        writer,
+        [task.chat(task.template) for task in tasks],
+        file,
+        opposites=[task.chat(task.opposite) for task in tasks],
+        seed=seed,
+        on_progress=on_progress,
+    )
     contrast = _select(tasks, written)
     for side in (FOR, AGAINST):
         first = next(text for task, text in zip(tasks, written, strict=True) if task.side == side)
@@ -180,12 +187,13 @@ def _templates(wish: str | None) -> list[str]:
 
 def _tasks(wish: str, against: str | None, topics: Sequence[str], num_texts: int) -> list[_Task]:
     """Return what to write: the sides in turn, COPIES texts of each instruction."""
+    sides = {FOR: _templates(wish), AGAINST: _templates(against)}
     tasks = []
     for number in range(max(1, -(-num_texts // (2 * COPIES)))):
         lap, index = divmod(number, len(topics))  # each lap takes every topic in another wording
-        for side, templates in ((FOR, _templates(wish)), (AGAINST, _templates(against))):
-            task = _Task(side, topics[index], templates[(index + lap) % len(templates)])
-            tasks += [task] * COPIES
+        first, second = (forms[(index + lap) % len(forms)] for forms in sides.values())
+        tasks += [_Task(FOR, topics[index], first, second, wish)] * COPIES
+        tasks += [_Task(AGAINST, topics[index], second, first, against)] * COPIES
     return tasks
 
 
@@ -194,7 +202,8 @@ def _select(tasks: Sequence[_Task], written: Sequence[Written]) -> Contrast:
     contrast = Contrast([], Counter())
     selections: dict[_Task, Selection] = {}
     for task, (answer, finished) in zip(tasks, written, strict=True):
-        selection = selections.setdefault(task, Selection(task.template.replace(TOPIC, "\n")))
+        told = task.template.replace(TOPIC, "\n")
+        selection = selections.setdefault(task, Selection(told, task.wish or ""))
         text = clean(answer, finished=finished)
         if fault := selection.fault(text):
             contrast.removed[fault] += 1

@@ -16,7 +16,7 @@ from foretrace.chat_server import ChatServer
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 BATCH = 80  # prompts
-MAX_NEW_TOKENS = 48
+MAX_NEW_TOKENS = 40
 TOP_P = 0.9
 OnProgress = Callable[[int, int], None]
 
@@ -44,8 +44,13 @@ class Writer(Protocol):
     def name(self) -> str:
         """The model and how it samples."""
 
-    def write(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Written]:
-        """Continue texts and answer chats: one text for each. Equal prompts are neighbours."""
+    def write(
+        self, prompts: Sequence[Prompt], opposites: Sequence[Prompt] | None, seed: int
+    ) -> Sequence[Written]:
+        """Continue texts and answer chats: one text for each. Equal prompts are neighbours.
+
+        A writer may use `opposites`, for each prompt one that its text should not fit.
+        """
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,10 @@ class ServerWriter:
         """The model and how it samples."""
         return f"{self.server.model} at {self.server.address}"
 
-    def write(self, prompts: Sequence[Prompt], seed: int) -> list[Written]:
-        """Answer chats; an answer is empty where a request failed.
+    def write(
+        self, prompts: Sequence[Prompt], opposites: Sequence[Prompt] | None, seed: int
+    ) -> list[Written]:
+        """Answer chats, whatever their opposites; an answer is empty where a request failed.
 
         Raises:
             ServerUnavailableError: If the server cannot be reached, or refuses every request.
@@ -81,6 +88,7 @@ def write_texts(
     prompts: Sequence[Prompt],
     file: str | os.PathLike[str],
     *,
+    opposites: Sequence[Prompt] | None = None,
     seed: int = 0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Written]:
@@ -92,6 +100,7 @@ def write_texts(
         writer: The language model.
         prompts: Texts to continue and chats to answer. For several texts, repeat a prompt.
         file: The file of JSON lines that every batch is appended to.
+        opposites: For each prompt, one that its text should not fit.
         seed: The random seed.
         on_progress: Called after each batch with the numbers of texts written and of all.
 
@@ -105,19 +114,20 @@ def write_texts(
         >>> from foretrace.engines.writing import Written, write_texts
         >>> class Echo:
         ...     name = "echo"
-        ...     def write(self, prompts, seed):
+        ...     def write(self, prompts, opposites, seed):
         ...         return [Written(prompt, finished=True) for prompt in prompts]
         >>> write_texts(Echo(), ["hello"], folder / "written.jsonl")
         [Written(text='hello', finished=True)]
     """
     file = Path(file)
-    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([prompts, opposites]).encode()).hexdigest()
     batches = _read(file, {"writer": writer.name, "seed": seed, "prompts": digest})
     for start in range(0, len(prompts), BATCH):
-        batch = prompts[start : start + BATCH]
+        here = slice(start, start + BATCH)
+        batch, other = prompts[here], None if opposites is None else opposites[here]
         if start not in batches:
             batch_seed = int(np.random.SeedSequence([seed, start]).generate_state(1)[0])
-            batches[start] = list(writer.write(batch, batch_seed))
+            batches[start] = list(writer.write(batch, other, batch_seed))
             rows = [written._asdict() for written in batches[start]]
             _io.append_lines(file, [{"start": start, "texts": rows}])
         on_progress(start + len(batch), len(prompts))

@@ -17,19 +17,19 @@ def test_texts_depend_on_the_seed_alone() -> None:
     tokenizer = chat_tokenizer()
     writer = LMWriter(tiny_model(tokenizer), tokenizer, "tiny")
     chats = [as_messages("w1")] * 2 + [as_messages("w2")] * 2
-    texts = writer.write(chats, seed=1)
-    assert texts == writer.write(chats, seed=1)
-    assert texts != writer.write(chats, seed=2)
+    texts = writer.write(chats, None, seed=1)
+    assert texts == writer.write(chats, None, seed=1)
+    assert texts != writer.write(chats, None, seed=2)
     assert len({text for text, _ in texts}) == 4
-    assert len(writer.write([*chats, "w3"], seed=1)) == 5  # unequal numbers of copies
+    assert len(writer.write([*chats, "w3"], None, seed=1)) == 5  # unequal numbers of copies
 
 
 def test_a_chat_is_plain_text_without_a_chat_template() -> None:
     tokenizer = word_tokenizer()
     model = tiny_model(tokenizer)
-    chat = LMWriter(model, tokenizer, "tiny").write([as_messages("w1 w2")], seed=0)
+    chat = LMWriter(model, tokenizer, "tiny").write([as_messages("w1 w2")], None, seed=0)
     assert chat[0].text
-    ended = LMWriter(model, tokenizer, "tiny", ends=range(1, 64)).write(["w1"], seed=0)
+    ended = LMWriter(model, tokenizer, "tiny", ends=range(1, 64)).write(["w1"], None, seed=0)
     assert ended[0].finished
 
 
