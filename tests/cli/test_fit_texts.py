@@ -79,6 +79,23 @@ def test_samples_of_the_lm_are_scored(run: Run, tiny_lm: Path, scorer: str, tmp_
         assert not strongest or strongest[0].token == WORDS.index("w7")
 
 
+def test_an_hmm_adds_levels_and_a_verdict(
+    run: Run, scorer: str, steered: list[str], tmp_path: Path
+) -> None:
+    lm, _, hmm, *_ = steered
+    out = tmp_path / "a.safetensors"
+    command = ["fit", "--lm", lm, "--scorer", scorer, "--num-texts", 100, "--out", out]
+    alone = run(*command)
+    assert "--hmm adds" in alone.out, alone.err
+    assert Attribute.load(out).report is None
+    done = run(*command, "--hmm", hmm, "--objective", "evidence")
+    assert done.code == 0, done.err
+    measured = Attribute.load(out)
+    assert measured.report is not None
+    assert measured.report.verdict in done.out
+    assert list(measured.config.levels) == ["mild", "medium", "strong"]
+
+
 def test_a_server_scores_texts(
     run: Run, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +154,7 @@ DESCRIBED = ["--describe", "formal", "--lm", "x"]
         (["data.csv", *DESCRIBED], "has the texts already"),
         (["data.csv", "--tokenizer", "x", "--num-texts", "5"], "has the texts already"),
         (["data.csv", "--tokenizer", "x", "--against", "y"], "are for --describe"),
-        ([*DESCRIBED, "--prompts", "p.txt"], "--prompts are for samples"),
+        ([*DESCRIBED, "--prompts", "p.txt"], "--prompts are for samples, or for the verdict"),
         (["--describe", "formal", "--tokenizer", "x"], "--describe needs --lm, or --writer-url"),
         ([*DESCRIBED, "--writer-url", "http://x"], "--writer-url and --writer-model go together"),
         ([*DESCRIBED, "--scorer-url", "http://x"], "go together"),

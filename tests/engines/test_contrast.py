@@ -77,16 +77,17 @@ def test_a_run_is_resumed_with_the_same_result(tmp_path: Path) -> None:
     )
     assert again == whole
     assert progress[-1] == (1000, 1000)
-    for description, seed in (("casual", 0), ("formal", 1)):
-        with pytest.raises(InvalidFileError, match="other settings"):
-            write_contrast(resumed, description, None, tmp_path / "w.jsonl", seed=seed)
+    for changed in ({"seed": 1}, {"num_texts": 1100}):
+        before = len(resumed.asked)
+        write_contrast(resumed, "formal", None, tmp_path / "w.jsonl", **changed)
+        assert len(resumed.asked) - before == (1000 if "seed" in changed else 1100 - 12 * BATCH)
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     write_texts(ScriptedWriter(), ["hello"], file)
-    file.write_text(file.read_text().replace("start", "begin"))
-    with pytest.raises(InvalidFileError, match="damaged"):
+    file.write_text(file.read_text().replace("key", "other"))
+    with pytest.raises(InvalidFileError, match="something else"):
         write_texts(ScriptedWriter(), ["hello"], file)
 
 

@@ -11,9 +11,9 @@ import typer
 from foretrace.cli import fit_options as options
 from foretrace.cli import fit_texts
 from foretrace.cli.attribute import describe as print_attribute
+from foretrace.cli.fit_models import Models
 from foretrace.cli.fit_options import Objective, ScoreOptions, TextOptions
 from foretrace.cli.fit_texts import FitTexts
-from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def fit(
     seed: options.Seed = 0,
     plot: options.Plot = None,
     lm: options.LM = None,
+    hmm: options.HMM = None,
     tokenizer: options.Tokenizer = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -75,7 +76,7 @@ def fit(
         score, invert, by, scorer, label, zero_shot, encoder, scorer_url, scorer_model,
         scorer_prompt,
     )  # fmt: skip
-    options.check(text_options, score_options, lm, tokenizer, out, (name, plot))
+    options.check(text_options, score_options, lm, hmm, tokenizer, out, (name, plot, hmm))
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
@@ -84,13 +85,12 @@ def fit(
     )
     kept_words = _read_kept_words(keep)
     texts = None if data is None else fit_texts.read_texts(text_options, score_options)
-    loaded_lm = load_lm(lm, dtype, device) if lm and texts is None and not writer_url else None
-    fit_tokenizer = loaded_lm[1] if loaded_lm else load_tokenizer(lm or tokenizer or "")
+    uses_lm = lm and (hmm or (data is None and not writer_url))
+    models = Models.load(lm if uses_lm else None, lm or tokenizer or "", hmm, device, dtype)
     if texts is None:
-        written = out.with_suffix(".written.jsonl")
-        texts = fit_texts.write_texts(text_options, lm, loaded_lm, written, seed)
+        texts = fit_texts.write_texts(text_options, models, out.with_suffix(".written.jsonl"), seed)
     texts.source.update({"window": window} | ({} if keep is None else {"keep": keep}))
-    fitter = _Fitter(fit_tokenizer, window, config, [*kept_words, *texts.instruction_words])
+    fitter = _Fitter(models.tokenizer, window, config, [*kept_words, *texts.instruction_words])
     if by is not None:
         fitter.fit_labels(texts, out)
         return
@@ -99,9 +99,15 @@ def fit(
         texts = fit_texts.score_texts(texts, score_options, device, cache)
     if data is None:
         fit_texts.save_texts(texts, out.with_suffix(".texts.jsonl"))
-    attribute = fitter.fit_scores(texts, invert, name or out.stem, out)
+    scores = [1 - value if invert else value for value in texts.column("score")]
+    texts.source["inverted"] = invert
+    attribute = fitter.fit_scores(texts, scores, name or out.stem, out)
     if plot is not None:
         draw(attribute.config, plot)
+    if lm and hmm:
+        models.measure(attribute, texts.column("text"), scores, prompts, seed).save(out)
+    elif lm:
+        typer.echo("--hmm adds the strengths of levels, and a verdict on the attribute.")
 
 
 class _Fitter:
@@ -127,11 +133,10 @@ class _Fitter:
             **tokenizer_settings(self.tokenizer.get_vocab()),
         }
 
-    def fit_scores(self, texts: FitTexts, invert: bool, name: str, out: Path) -> "Attribute":
+    def fit_scores(self, texts: FitTexts, scores: list[float], name: str, out: Path) -> "Attribute":
         """Fit one attribute to scores, save and describe it."""
         from foretrace.attribute import Attribute, tokenize
 
-        scores = [1 - score if invert else score for score in texts.column("score")]
         windows = tokenize(texts.column("text"), self.tokenizer, self.window)
         start = perf_counter()
         attribute = Attribute.fit(
@@ -139,7 +144,7 @@ class _Fitter:
             [scores[text] for text in windows.texts],
             groups=windows.texts,
             name=name,
-            source={**texts.source, "inverted": invert},
+            source=texts.source,
             **self.settings,
         )
         seconds = perf_counter() - start

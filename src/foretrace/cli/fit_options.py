@@ -63,8 +63,8 @@ NumTexts = Annotated[
 Prompts = Annotated[
     Path | None,
     _TextOption(
-        help="Prompts that the LM continues for a scorer: .jsonl, .csv, .txt. Default: openings "
-        "that it writes."
+        help="Prompts that the LM continues, as samples for a scorer and for the verdict: .jsonl, "
+        ".csv, .txt. Default: openings that it writes."
     ),
 ]
 WriterURL = Annotated[
@@ -139,6 +139,13 @@ Seed = Annotated[int, _FitOption(help="Random seed of the texts and of the held-
 Plot = Annotated[Path | None, _FitOption(help="Also write a plot of the fit to this PNG file.")]
 
 LM = Annotated[str | None, _LMOption(help="The LM to steer: a folder, or a hub id.")]
+HMM = Annotated[
+    str | None,
+    _LMOption(
+        help="Its HMM: a folder, or a hub id. With --lm, finds the strengths of levels, and says "
+        "whether the attribute works."
+    ),
+]
 Tokenizer = Annotated[
     str | None, _LMOption(help="Instead of --lm, its tokenizer: a folder, or a hub id.")
 ]
@@ -191,6 +198,7 @@ def check(
     texts: TextOptions,
     scores: ScoreOptions,
     lm: str | None,
+    hmm: str | None,
     tokenizer: str | None,
     out: Path,
     single: tuple[str | Path | None, ...],
@@ -201,15 +209,15 @@ def check(
         "Pass a file of texts, --describe, or --lm with a scorer that scores its samples.": (
             sampled and not (lm and scores.scored)
         ),
-        "A file has the texts already: leave out --describe, --prompts and --num-texts.": (
-            texts.data is not None and any((described, texts.prompts, texts.num_texts))
+        "A file has the texts already: leave out --describe and --num-texts.": (
+            texts.data is not None and any((described, texts.num_texts))
         ),
         "--against, --topics, --writer-url and --writer-model are for --describe.": (
             not described
             and any((texts.against, texts.topics, texts.writer_url, texts.writer_model))
         ),
-        "--prompts are for samples, not for --describe, which has --topics.": (
-            described and texts.prompts is not None
+        "--prompts are for samples, or for the verdict, which needs --lm and --hmm.": (
+            texts.prompts is not None and not sampled and not (lm and hmm)
         ),
         "--describe needs --lm, or --writer-url: a language model writes the texts.": (
             described and not (lm or texts.writer_url)

@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretrace.cli.fit_models import Models
 from foretrace.cli.fit_options import ScoreOptions, TextOptions
 from foretrace.cli.loading import choose_device, find_model, read_prompts
 from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from foretrace.engines.transformers.writer import LMWriter
     from foretrace.engines.writing import Writer
     from foretrace.evaluate import Judge
-
-    LoadedLM = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 NUM_DESCRIBED, NUM_SAMPLES = 1000, 4000
 COPIES = 5  # samples that continue an opening
@@ -60,9 +57,7 @@ def read_texts(options: TextOptions, scores: ScoreOptions) -> FitTexts:
     return FitTexts([{"text": text, **values} for text, values in pairs], source)
 
 
-def write_texts(
-    options: TextOptions, lm: str | None, loaded: "LoadedLM | None", file: Path, seed: int
-) -> FitTexts:
+def write_texts(options: TextOptions, models: Models, file: Path, seed: int) -> FitTexts:
     """Have texts written, by the LM or a server; `file` keeps what is written."""
     from foretrace.chat_server import ChatServer
     from foretrace.engines.writing import ServerWriter
@@ -72,9 +67,9 @@ def write_texts(
         return _describe_texts(options, ServerWriter(server), file, seed)
     from foretrace.engines.transformers.writer import LMWriter
 
-    assert lm is not None
-    assert loaded is not None
-    writer = LMWriter(*loaded, Path(lm).name if Path(lm).is_dir() else lm)
+    assert models.lm is not None
+    ends = models.hmm.config.eos_token_ids if models.hmm else ()
+    writer = LMWriter(models.lm, models.tokenizer, models.short_name, ends)
     if options.describe is not None:
         return _describe_texts(options, writer, file, seed)
     return _sample_texts(options, writer, file, seed)
@@ -136,7 +131,7 @@ def _write_openings(writer: "LMWriter", count: int, seed: int) -> list[str]:
     from foretrace.engines.transformers.calibration import write_openings
 
     model, tokenizer = writer.model, writer.tokenizer
-    start = encode_prompts(tokenizer, [""])[0][-1]
+    start = next(iter(writer.ends), encode_prompts(tokenizer, [""])[0][-1])
     ends = stop_tokens(model.generation_config, [start])
     openings = write_openings(model, start, ends=ends, count=count, seed=seed)
     return [str(tokenizer.decode(ids[1:], skip_special_tokens=True)) for ids in openings]

@@ -100,7 +100,7 @@ def write_contrast(
 
     Raises:
         InvalidInputError: If a description is empty, both are equal, or almost no text is usable.
-        InvalidFileError: If the file was written with other settings.
+        InvalidFileError: If the file holds something else.
 
     Example:
         >>> from foretrace.engines.contrast import write_contrast

@@ -92,9 +92,10 @@ def write_texts(
     seed: int = 0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Written]:
-    """Have texts written, except those that the file already holds.
+    """Have texts written, except batches that the file already holds, with the same settings.
 
-    A resumed run has the same result as an uninterrupted one.
+    A resumed run has the same result as an uninterrupted one. With more prompts after the same
+    ones, only the new batches are written.
 
     Args:
         writer: The language model.
@@ -108,7 +109,7 @@ def write_texts(
         A text for each prompt.
 
     Raises:
-        InvalidFileError: If the file was written with other settings.
+        InvalidFileError: If the file holds something else.
 
     Example:
         >>> from foretrace.engines.writing import Written, write_texts
@@ -120,34 +121,31 @@ def write_texts(
         [Written(text='hello', finished=True)]
     """
     file = Path(file)
-    digest = hashlib.sha256(json.dumps([prompts, opposites]).encode()).hexdigest()
-    batches = _read(file, {"writer": writer.name, "seed": seed, "prompts": digest})
+    known = _read(file)
+    texts: list[Written] = []
     for start in range(0, len(prompts), BATCH):
         here = slice(start, start + BATCH)
         batch, other = prompts[here], None if opposites is None else opposites[here]
-        if start not in batches:
+        settings = json.dumps([writer.name, seed, start, batch, other])
+        key = hashlib.sha256(settings.encode()).hexdigest()
+        if key not in known:
             batch_seed = int(np.random.SeedSequence([seed, start]).generate_state(1)[0])
-            batches[start] = list(writer.write(batch, other, batch_seed))
-            rows = [written._asdict() for written in batches[start]]
-            _io.append_lines(file, [{"start": start, "texts": rows}])
+            known[key] = list(writer.write(batch, other, batch_seed))
+            rows = [written._asdict() for written in known[key]]
+            _io.append_lines(file, [{"key": key, "texts": rows}])
+        texts += known[key]
         on_progress(start + len(batch), len(prompts))
-    return [written for start in sorted(batches) for written in batches[start]]
+    return texts
 
 
-def _read(file: Path, settings: dict[str, object]) -> dict[int, list[Written]]:
-    """Read the batches of a file by their start; create the file if there is none."""
-    rows = _io.read_lines(file)
-    if not rows:
-        _io.write_lines(file, [{"settings": settings}])
-        return {}
-    if not isinstance(rows[0], dict) or rows[0].get("settings") != settings:
-        raise InvalidFileError(
-            f"{file} holds texts that were written with other settings. Choose another output, or "
-            f"remove the file to have texts written again."
-        )
+def _read(file: Path) -> dict[str, list[Written]]:
+    """Read the batches of a file, by the key of their settings."""
     try:
-        return {row["start"]: [Written(**text) for text in row["texts"]] for row in rows[1:]}
+        return {
+            row["key"]: [Written(**text) for text in row["texts"]] for row in _io.read_lines(file)
+        }
     except (KeyError, TypeError) as error:
         raise InvalidFileError(
-            f"{file} is damaged. Remove it to have texts written again."
+            f"{file} holds something else than batches of texts. Choose another output, or remove "
+            f"the file."
         ) from error

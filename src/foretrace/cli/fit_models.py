@@ -1,0 +1,82 @@
+"""The LM, tokenizer and HMM of `foretrace fit`, and what they measure of an attribute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from foretrace.cli.goal_options import load_hmm
+from foretrace.cli.loading import load_lm, load_tokenizer, read_prompts
+from foretrace.cli.report import print_report
+from foretrace.cli.terminal import ProgressBars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foretrace.attribute import Attribute
+    from foretrace.hmm import HMM
+
+
+@dataclass(frozen=True)
+class Models:
+    """What an attribute is fitted with and measured with."""
+
+    name: str
+    """The LM, or its tokenizer, as the user names it."""
+    tokenizer: "PreTrainedTokenizerBase"
+    lm: "PreTrainedModel | None" = None
+    hmm_name: str | None = None
+    hmm: "HMM | None" = None
+
+    @classmethod
+    def load(cls, lm: str | None, tokenizer: str, hmm: str | None, device: str, dtype: str) -> Self:
+        """Load the tokenizer and, if they are named, the LM and the HMM."""
+        model = None
+        if lm is None:
+            loaded_tokenizer = load_tokenizer(tokenizer)
+        else:
+            model, loaded_tokenizer = load_lm(lm, dtype, device)
+        loaded_hmm = None
+        if hmm is not None:
+            loaded_hmm = load_hmm(hmm, loaded_tokenizer, "cpu" if model is None else model.device)
+        return cls(lm or tokenizer, loaded_tokenizer, model, hmm, loaded_hmm)
+
+    @property
+    def short_name(self) -> str:
+        """The name of the LM, without the path of a folder."""
+        return Path(self.name).name if Path(self.name).is_dir() else self.name
+
+    def measure(
+        self,
+        attribute: "Attribute",
+        texts: Sequence[str],
+        scores: Sequence[float],
+        prompts: Path | None,
+        seed: int,
+    ) -> "Attribute":
+        """Find the strengths of levels, measure what they change, and print a verdict."""
+        from foretrace.engines.transformers.verdict import calibrate_and_report
+
+        assert self.lm is not None
+        assert self.hmm is not None
+        source = {
+            "model": self.name,
+            "hmm": self.hmm_name,
+            "prompts": f"{prompts}" if prompts else "openings of the language model",
+        }
+        with ProgressBars(resumes=False) as bars:
+            measured = calibrate_and_report(
+                self.lm,
+                self.tokenizer,
+                self.hmm,
+                attribute,
+                prompts=read_prompts(prompts) if prompts else [],
+                texts=texts,
+                scores=scores,
+                seed=seed,
+                source=source,
+                on_progress=bars.update,
+            )
+        assert measured.report is not None
+        print_report(measured.report)
+        return measured
