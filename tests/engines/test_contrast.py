@@ -77,10 +77,11 @@ def test_a_run_is_resumed_with_the_same_result(tmp_path: Path) -> None:
     )
     assert again == whole
     assert progress[-1] == (1000, 1000)
-    for changed in ({"seed": 1}, {"num_texts": 1100}):
+    for seed, num_texts, new in ((1, 1000, 1000), (0, 1100, 1100 - 12 * BATCH)):
         before = len(resumed.asked)
-        write_contrast(resumed, "formal", None, tmp_path / "w.jsonl", **changed)
-        assert len(resumed.asked) - before == (1000 if "seed" in changed else 1100 - 12 * BATCH)
+        file = tmp_path / "w.jsonl"
+        write_contrast(resumed, "formal", None, file, seed=seed, num_texts=num_texts)
+        assert len(resumed.asked) - before == new
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from foretrace.errors import InvalidInputError
 TOPIC, WISH = "{topic}", "{wish}"
 FOR, AGAINST = "for", "against"
 COPIES = 5  # texts of one instruction
-MIN_USABLE = 0.1  # of the texts of a side
+MIN_USABLE = 0.05  # of the texts of a side
 WORDINGS = (  # with a wish, and without
     ("Write one sentence about {topic}. It must be {wish}.", "Write one sentence about {topic}."),
     (
