@@ -40,7 +40,7 @@ SMALLER = {  # the pages' own sizes take hours
     "--prompts 200": "--prompts 4",
     "--prompts 50": "--prompts 4",
     "--rollouts 64": "--rollouts 4",
-    "--lm my-lm --out formal": "--lm my-lm --num-texts 400 --out formal",
+    '--against "casual chat"': '--against "casual chat" --num-texts 400',
     "--lm my-lm --prompts": "--lm my-lm --num-texts 200 --prompts",
 }
 SERVING = "docs/guides/serve.md"  # needs vLLM
