@@ -147,5 +147,11 @@ def test_an_attribute_without_powers_says_that_it_has_no_levels(
 
 
 def test_an_unknown_level_is_refused(hmm: HMM) -> None:
-    with pytest.raises(InvalidInputError, match=r"no level 'huge'.*mild, medium, strong"):
-        LevelStrengths(hmm).raised([kind], "huge")
+    found, own = (
+        LevelStrengths(hmm),
+        replace(kind, config=replace(kind.config, levels={"huge": 9.0})),
+    )
+    assert found.raised([own, CONTAINS], "huge")[0].name == "kind ** 9"
+    for attributes in ([kind], [CONTAINS], [own, calm]):
+        with pytest.raises(InvalidInputError, match=r"no level 'huge'.*mild, medium, strong"):
+            found.raised(attributes, "huge")

@@ -50,6 +50,7 @@ class LevelStrengths:
         Raises:
             InvalidInputError: If there is no such level.
         """
+        _require_level(level, *(name for one in attributes for name in one.config.levels))
         strengths = [self._strength(one, level) for one in attributes]
         powers = [one**strength for one, strength in zip(attributes, strengths, strict=True)]
         graded = [one for one in powers if _has_strength(one)]
@@ -65,10 +66,6 @@ class LevelStrengths:
     def _strength(self, attribute: Attribute, level: str) -> float:
         """Return the strength of an attribute that is the only one at a level."""
         levels = attribute.config.levels
-        if level not in BUDGETS and level not in levels:
-            raise InvalidInputError(
-                f"There is no level '{level}'. Choose one of {', '.join({**BUDGETS, **levels})}."
-            )
         if not _has_strength(attribute):
             if attribute.has_weights:
                 self._remembered([attribute.checksum], lambda: _say_that_it_is_fixed(attribute))
@@ -91,6 +88,7 @@ class LevelStrengths:
         return prices.strength(attribute, fmean(prices.price(one) for one in others))
 
     def _uncalibrated(self, attribute: Attribute, level: str) -> float:
+        _require_level(level)
         strength = HMMPrices(self.hmm).strength(attribute, BUDGETS[level])
         logger.warning(
             "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM "
@@ -109,6 +107,12 @@ class LevelStrengths:
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return strength
+
+
+def _require_level(level: str, *others: str) -> None:
+    names = dict.fromkeys([*BUDGETS, *others])
+    if level not in names:
+        raise InvalidInputError(f"There is no level '{level}'. Choose one of {', '.join(names)}.")
 
 
 def _has_strength(attribute: Attribute) -> bool:
