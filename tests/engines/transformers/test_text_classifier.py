@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from foretrace.engines.transformers import text_classifier
 from foretrace.engines.transformers.text_classifier import MAX_TOKENS, TextClassifier, mean_states
@@ -55,12 +55,9 @@ def test_labels_without_meaning_have_no_auc(model: PreTrainedModel) -> None:
 
 def test_copies_of_texts_are_held_out_together(model: PreTrainedModel) -> None:
     """Otherwise, random labels of texts that occur often would seem to have a meaning."""
-    texts = written(WORDS[1:], 30, 0) * 8
-    groups = [number % 30 for number in range(240)]
-    scores = [float(random.Random(f"{group}").random() < 0.5) for group in groups]
-    apart = TextClassifier.fit(model, TOKENIZER, texts, scores)
-    together = TextClassifier.fit(model, TOKENIZER, texts, scores, groups=groups)
-    assert together.auc < 0.75 < 0.95 < apart.auc
+    texts = written(WORDS[1:], 40, 0) * 6
+    scores = [float(random.Random(text).random() < 0.5) for text in texts]
+    assert TextClassifier.fit(model, TOKENIZER, texts, scores).auc < 0.75
 
 
 def test_states_depend_on_the_text_alone(
@@ -80,3 +77,25 @@ def test_too_few_texts_are_refused(model: PreTrainedModel) -> None:
     texts = written(WORDS[1:], 40, 0)
     with pytest.raises(InvalidInputError, match="there are 5 and 35"):
         TextClassifier.fit(model, TOKENIZER, texts, [1.0] * 5 + [0.0] * 35)
+
+
+@pytest.mark.slow
+def test_it_reads_meaning_and_not_words(smollm2: Path) -> None:
+    """It judges words that it was not fitted to: an attribute could not."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2)
+    loaded.eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    praise, blame = (
+        ["wonderful", "delightful", "superb", "charming", "excellent", "lovely"],
+        ["terrible", "dreadful", "awful", "boring", "horrible", "poor"],
+    )
+    subjects = ["film", "meal", "hotel", "book", "concert", "walk", "class", "trip"]
+
+    def sentences(words: list[str]) -> list[str]:
+        return [f"We thought the {noun} was {word}." for noun in subjects for word in words]
+
+    texts = [*sentences(praise[:4]), *sentences(blame[:4])]
+    fitted = TextClassifier.fit(loaded, tokenizer, texts, [1.0] * 32 + [0.0] * 32)
+    new = np.array(fitted.score([*sentences(praise[4:]), *sentences(blame[4:])]))
+    assert fitted.auc > 0.95
+    assert new[:16].min() > new[16:].max()

@@ -48,7 +48,7 @@ class Split:
         texts, first, text = np.unique(examples.groups, return_index=True, return_inverse=True)
         links = _links(near_duplicates(examples.shingles), text)
         strata = examples.strata[first]
-        held_out = _select(_clusters(links, strata), strata, share, seed)
+        held_out = _select(clusters_of(links, strata), strata, share, seed)
         if not held_out.any():
             raise InvalidInputError(
                 f"{len(texts)} texts are too few to hold some out. A fit needs a few dozen texts "
@@ -103,7 +103,7 @@ def _links(pairs: Pairs, text: Indices) -> Pairs:
     return Pairs(first[kept], second[kept], pairs.similarity[kept])
 
 
-def _clusters(links: Pairs, strata: Indices) -> Indices:
+def clusters_of(links: Pairs, strata: Indices) -> Indices:
     """Return the cluster of each text: near duplicates, and their near duplicates.
 
     Texts of one template may link all texts of a stratum. A cluster of more than MAX_CLUSTER of its

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from foretrace.attribute.fitting.examples import marks_words_by_space
+from foretrace.attribute.fitting.duplicates import near_duplicates
+from foretrace.attribute.fitting.examples import (
+    Examples,
+    Indices,
+    marks_words_by_space,
+    require_content,
+)
+from foretrace.attribute.fitting.split import clusters_of
 from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -69,22 +76,20 @@ class TextClassifier:
         texts: Sequence[str],
         scores: Sequence[float],
         *,
-        groups: Sequence[int] | None = None,
         seed: int = 0,
         on_progress: OnTexts = _silent,
     ) -> Self:
         """Fit to as many texts with the attribute as without it, at most MAX_TEXTS.
 
         A text has the attribute if its score is at least 0.5. If all texts are on one side, the
-        median is the threshold. Cross-validation chooses the ridge penalty.
+        median is the threshold. Cross-validation, which holds near duplicates out together, chooses
+        the ridge penalty.
 
         Args:
             lm: A causal LM of transformers.
             tokenizer: Its tokenizer.
             texts: The texts. Only their first MAX_TOKENS tokens are read.
             scores: The probability that each text has the attribute.
-            groups: A number for each text. Cross-validation holds out texts with the same number
-                together.
             seed: The seed of the sample and of the folds.
             on_progress: Called after every batch of texts.
 
@@ -92,20 +97,22 @@ class TextClassifier:
             The classifier.
 
         Raises:
-            InvalidInputError: If there are fewer than MIN_TEXTS texts on a side.
+            InvalidInputError: If a text is blank, or there are fewer than MIN_TEXTS on a side.
         """
         from sklearn.metrics import log_loss, roc_auc_score
         from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 
+        require_content(texts)
         labels = _labels(np.asarray(scores, dtype=np.float64))
         chosen = _balanced(labels, np.random.default_rng(seed))
         labels = labels[chosen]
-        states = mean_states(lm, tokenizer, [texts[row] for row in chosen], on_progress)
-        members = chosen if groups is None else np.asarray(groups)[chosen]
+        texts = [texts[row] for row in chosen]
+        states = mean_states(lm, tokenizer, texts, on_progress)
+        groups = _near_duplicates(_encode(tokenizer, texts), labels)
         folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
         predicted = {
             ridge: cross_val_predict(
-                _regression(ridge), states, labels, groups=members, cv=folds, method="predict_proba"
+                _regression(ridge), states, labels, groups=groups, cv=folds, method="predict_proba"
             )[:, 1]
             for ridge in RIDGES
         }
@@ -157,15 +164,44 @@ def mean_states(
     for batch in _batches(rows):
         sequences = [torch.tensor([*start, *rows[row]] or [0]) for row in batch]
         ids = pad_sequence(sequences, batch_first=True)  # the LM is causal: no mask is needed
-        output = lm.base_model(ids.to(lm.device), output_hidden_states=True, use_cache=False)
-        layers: Sequence[Tensor] = output.hidden_states
-        for row, states in zip(batch, layers[len(layers) // 2].float().cpu(), strict=True):
+        for row, states in zip(batch, _middle_states(lm, ids).float().cpu(), strict=True):
             first = len(start) if rows[row] else 0
             read = states[first : max(1, len(start) + len(rows[row]))]
             means[row] = read.mean(0).double().numpy()
         done += len(batch)
         on_progress(done, len(rows))
     return np.stack([mean for mean in means if mean is not None])
+
+
+class _StopError(Exception):
+    """Ends a run of the LM at its middle layer."""
+
+
+def _middle_states(lm: "PreTrainedModel", ids: Tensor) -> Tensor:
+    """Run the LM up to its middle layer: (n, T) -> (n, T, d). The others would double the time."""
+    depth = lm.config.get_text_config().num_hidden_layers
+    lists = (module for module in lm.modules() if isinstance(module, torch.nn.ModuleList))
+    layers = next(layers for layers in lists if len(layers) == depth)
+    reached: list[Tensor] = []
+
+    def stop(_layer: object, _inputs: object, output: Any) -> None:
+        reached.append(output if isinstance(output, Tensor) else output[0])
+        raise _StopError
+
+    hook = layers[max(0, depth // 2 - 1)].register_forward_hook(stop)
+    try:
+        lm.base_model(ids.to(lm.device), use_cache=False)
+    except _StopError:
+        pass
+    finally:
+        hook.remove()
+    return reached[0]
+
+
+def _near_duplicates(rows: Sequence[Sequence[int]], labels: NDArray[np.bool_]) -> Indices:
+    """Return a number for each text, which near duplicates share."""
+    examples = Examples.from_scores(rows, labels.astype(float).tolist(), max(map(max, rows)) + 1)
+    return clusters_of(near_duplicates(examples.shingles), examples.strata)
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
