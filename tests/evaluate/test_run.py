@@ -38,7 +38,7 @@ continuations: 4
 max_new_tokens: 6
 attributes:
   low: {file: scored.jsonl, score: high, invert: true, keep: [w33]}
-  author: {file: scored.jsonl, by: author}
+  author: {file: scored.jsonl, by: author, objective: evidence}
   product author: {file: scored.jsonl, by: author, suffix: " (product)", objective: cross-entropy}
 methods:
   bare: {}
