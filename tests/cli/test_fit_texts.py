@@ -85,13 +85,16 @@ def test_an_hmm_adds_levels_and_a_verdict(
     lm, _, hmm, *_ = steered
     out = tmp_path / "a.safetensors"
     command = ["fit", "--lm", lm, "--scorer", scorer, "--num-texts", 100, "--out", out]
+    command += ["--objective", "evidence"]
     alone = run(*command)
     assert "--hmm adds" in alone.out, alone.err
-    assert Attribute.load(out).report is None
-    done = run(*command, "--hmm", hmm, "--objective", "evidence")
+    plain = Attribute.load(out)
+    assert (plain.report, plain.config.fit.get("price_aware")) == (None, False)
+    done = run(*command, "--hmm", hmm)
     assert done.code == 0, done.err
     measured = Attribute.load(out)
     assert measured.report is not None
+    assert measured.config.fit["price_aware"]
     assert measured.report.verdict in done.out
     assert list(measured.config.levels) == ["mild", "medium", "strong"]
 

@@ -14,11 +14,10 @@ from foretrace.cli.attribute import describe as print_attribute
 from foretrace.cli.fit_models import Models
 from foretrace.cli.fit_options import Objective, ScoreOptions, TextOptions
 from foretrace.cli.fit_texts import FitTexts
+from foretrace.cli.loading import read_prompts
 from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from foretrace.attribute import Attribute, FitConfig
 
 EPILOG = (
@@ -76,7 +75,7 @@ def fit(
         score, invert, by, scorer, label, zero_shot, encoder, scorer_url, scorer_model,
         scorer_prompt,
     )  # fmt: skip
-    options.check(text_options, score_options, lm, hmm, tokenizer, out, (name, plot, hmm))
+    options.check(text_options, score_options, lm, hmm, tokenizer, out, (name, plot))
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
@@ -90,7 +89,7 @@ def fit(
     if texts is None:
         texts = fit_texts.write_texts(text_options, models, out.with_suffix(".written.jsonl"), seed)
     texts.source.update({"window": window} | ({} if keep is None else {"keep": keep}))
-    fitter = _Fitter(models.tokenizer, window, config, [*kept_words, *texts.instruction_words])
+    fitter = _Fitter(models, window, config, [*kept_words, *texts.instruction_words])
     if by is not None:
         fitter.fit_labels(texts, out)
         return
@@ -101,39 +100,43 @@ def fit(
         fit_texts.save_texts(texts, out.with_suffix(".texts.jsonl"))
     scores = [1 - value if invert else value for value in texts.column("score")]
     texts.source["inverted"] = invert
-    attribute = fitter.fit_scores(texts, scores, name or out.stem, out)
+    prompt_texts = read_prompts(prompts) if prompts else []
+    attribute = fitter.fit_scores(texts, scores, name or out.stem, out, prompt_texts)
     if plot is not None:
         draw(attribute.config, plot)
     if lm and hmm:
-        models.measure(attribute, texts.column("text"), scores, prompts, seed).save(out)
+        name_of_prompts = f"{prompts}" if prompts else "openings of the language model"
+        measured = models.measure(
+            attribute, texts.column("text"), scores, prompt_texts, name_of_prompts, seed
+        )
+        measured.save(out)
     elif lm:
-        typer.echo("--hmm adds the strengths of levels, and a verdict on the attribute.")
+        typer.echo("--hmm adds cheaper rewards, the strengths of levels, and a verdict.")
 
 
 class _Fitter:
     """Tokenizes texts, fits attributes, saves them and prints a summary."""
 
     def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        window: int,
-        config: "FitConfig",
-        kept_words: list[str],
+        self, models: Models, window: int, config: "FitConfig", kept_words: list[str]
     ) -> None:
         from foretrace.attribute import word_tokens
         from foretrace.vocabulary import tokenizer_settings
 
-        self.tokenizer, self.window = tokenizer, window
+        self.tokenizer, self.window = models.tokenizer, window
         if kept_words:
             config = replace(config, keep=word_tokens(kept_words, self.tokenizer))
             typer.echo(f"{len(config.keep)} tokens of {len(kept_words)} words do not decide")
         self.settings = {
             "config": config,
             "tokenizer": self.tokenizer,
+            "frequencies": None if models.hmm is None else models.hmm.token_frequencies().cpu(),
             **tokenizer_settings(self.tokenizer.get_vocab()),
         }
 
-    def fit_scores(self, texts: FitTexts, scores: list[float], name: str, out: Path) -> "Attribute":
+    def fit_scores(
+        self, texts: FitTexts, scores: list[float], name: str, out: Path, prompts: list[str]
+    ) -> "Attribute":
         """Fit one attribute to scores, save and describe it."""
         from foretrace.attribute import Attribute, tokenize
 
@@ -145,6 +148,7 @@ class _Fitter:
             groups=windows.texts,
             name=name,
             source=texts.source,
+            prompts=tokenize(prompts, self.tokenizer).token_ids if prompts else None,
             **self.settings,
         )
         seconds = perf_counter() - start

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from foretrace.cli.goal_options import load_hmm
-from foretrace.cli.loading import load_lm, load_tokenizer, read_prompts
+from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.report import print_report
 from foretrace.cli.terminal import ProgressBars
 
@@ -51,7 +51,8 @@ class Models:
         attribute: "Attribute",
         texts: Sequence[str],
         scores: Sequence[float],
-        prompts: Path | None,
+        prompts: Sequence[str],
+        prompts_name: str,
         seed: int,
     ) -> "Attribute":
         """Find the strengths of levels, measure what they change, and print a verdict."""
@@ -59,18 +60,14 @@ class Models:
 
         assert self.lm is not None
         assert self.hmm is not None
-        source = {
-            "model": self.name,
-            "hmm": self.hmm_name,
-            "prompts": f"{prompts}" if prompts else "openings of the language model",
-        }
+        source = {"model": self.name, "hmm": self.hmm_name, "prompts": prompts_name}
         with ProgressBars(resumes=False) as bars:
             measured = calibrate_and_report(
                 self.lm,
                 self.tokenizer,
                 self.hmm,
                 attribute,
-                prompts=read_prompts(prompts) if prompts else [],
+                prompts=prompts,
                 texts=texts,
                 scores=scores,
                 seed=seed,

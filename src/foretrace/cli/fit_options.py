@@ -142,8 +142,8 @@ LM = Annotated[str | None, _LMOption(help="The LM to steer: a folder, or a hub i
 HMM = Annotated[
     str | None,
     _LMOption(
-        help="Its HMM: a folder, or a hub id. With --lm, finds the strengths of levels, and says "
-        "whether the attribute works."
+        help="Its HMM: a folder, or a hub id. Rewards then cost less at the same effect. With "
+        "--lm, the command also finds the strengths of levels, and gives a verdict."
     ),
 ]
 Tokenizer = Annotated[
@@ -233,7 +233,8 @@ def check(
             scores.scorer is None and any((scores.label, scores.zero_shot, scores.encoder))
         ),
         "--by takes labels from a file. --describe, scorers, --invert, --name and --plot have no "
-        "meaning with it.": by and any((texts.data is None, scores.scored, scores.invert, *single)),
+        "meaning with it.": by
+        and any((texts.data is None, scores.scored, scores.invert, texts.prompts, *single)),
         "Pass --lm, or --tokenizer: an attribute belongs to a tokenizer.": not (lm or tokenizer),
         "--lm has its own tokenizer: leave out --tokenizer.": bool(lm and tokenizer),
         f"--out {out} is a file; with --by it must be a folder.": by and out.is_file(),
