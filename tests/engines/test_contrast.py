@@ -105,6 +105,6 @@ def test_descriptions_must_differ(tmp_path: Path, wish: str, against: str | None
 
 
 def test_words_and_topics() -> None:
-    assert {"formal", "sentence", "casual"} <= set(instruction_words("formal", "casual"))
+    assert {"formal", "sentence", "casual", "bicycle"} <= set(instruction_words("formal", "casual"))
     topics = default_topics()
     assert 60 <= len(topics) == len(set(topics)) <= 100

@@ -94,7 +94,7 @@ def _describe_texts(options: TextOptions, writer: "Writer", file: Path, seed: in
     if contrast.removed:
         typer.echo(f"removed: {summary(contrast.removed)}")
     source = {"described": options.describe, "against": options.against, "writer": writer.name}
-    words = instruction_words(options.describe, options.against)
+    words = instruction_words(options.describe, options.against, options.topics)
     return FitTexts([text._asdict() for text in contrast.texts], source, words)
 
 

@@ -10,7 +10,8 @@ REFUSAL = re.compile(
     re.IGNORECASE,
 )
 INTRODUCTION = re.compile(
-    r"(?:(?:sure|certainly|of course|here(?:'s|\u2019s| is| are))\b[^:]{0,100}"
+    r"(?:(?:sure|certainly|of course|in (?:one|two)(?: or two)? sentences?)\b[^:]{0,100}"
+    r"|here(?:'s|\u2019s| is| are)\b[^:]{0,100}"
     r"|(?:sentence|text|answer|response|output)s?(?: \d+)?)\s*:\s*",
     re.IGNORECASE,
 )

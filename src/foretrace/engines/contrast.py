@@ -153,22 +153,27 @@ def default_topics() -> list[str]:
     return parse_words(files("foretrace.engines").joinpath("topics.txt").read_text("utf-8"))
 
 
-def instruction_words(*wishes: str | None) -> list[str]:
+def instruction_words(
+    description: str, against: str | None, topics: Sequence[str] | None = None
+) -> list[str]:
     """Return the words of instructions. They must not decide: texts repeat what they are told.
 
     Args:
-        *wishes: Descriptions.
+        description: What texts should be.
+        against: What the other texts should be, or None.
+        topics: The topics. Default: those of `write_contrast`.
 
     Returns:
         The words, in lower case.
 
     Example:
         >>> from foretrace.engines.contrast import instruction_words
-        >>> "formal" in instruction_words("formal", None)
-        True
+        >>> instruction_words("Complain about {topic}!", "Praise {topic}!", ["a dog"])
+        ['a', 'about', 'complain', 'dog', 'praise']
     """
-    templates = [template for wish in wishes for template in _templates(wish)]
-    return sorted({word for text in templates for word in words(text.replace(TOPIC, ""))})
+    templates = [*_templates(description), *_templates(against)]
+    instructions = [template.replace(TOPIC, " ") for template in templates]
+    return sorted(set(words("\n".join([*instructions, *(topics or default_topics())]))))
 
 
 def summary(removed: Counter[str]) -> str:

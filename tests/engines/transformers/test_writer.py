@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from foretrace.chat import as_messages
 from tiny_lm import chat_tokenizer, tiny_model, word_tokenizer
@@ -31,6 +32,25 @@ def test_a_chat_is_plain_text_without_a_chat_template() -> None:
     assert chat[0].text
     ended = LMWriter(model, tokenizer, "tiny", ends=range(1, 64)).write(["w1"], None, seed=0)
     assert ended[0].finished
+
+
+def test_guided_texts_fit_their_prompt_better_than_its_opposite() -> None:
+    tokenizer = chat_tokenizer()
+    model = tiny_model(tokenizer)
+    writer = LMWriter(model, tokenizer, "tiny")
+    prompt, opposite = "w1 w2 w3", "w40 w41 w42"
+
+    def nats(before: str, text: str) -> float:
+        ids = torch.tensor([tokenizer(f"{before} {text}").input_ids])
+        with torch.inference_mode():
+            log_p = model(ids).logits[0, :-1].log_softmax(-1)
+        return float(log_p.gather(1, ids[0, 1:, None])[2:].mean())  # after three words
+
+    def margin(opposites: list[str] | None) -> float:
+        texts = writer.write([prompt] * 16, opposites, seed=0)
+        return sum(nats(prompt, text) - nats(opposite, text) for text, _ in texts)
+
+    assert margin([opposite] * 16) > margin(None)
 
 
 @pytest.mark.slow
