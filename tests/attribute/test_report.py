@@ -27,8 +27,14 @@ def report(
     ("measured", "outcome", "expected"),
     [
         (level(0.52, 0.71), "weak", "0.52 to 0.71: weak. The gain of 0.19 is below 0.25"),
-        (level(0.40, 0.70), "works", "The gain of 0.30 is above 0.25."),
-        (level(0.90, 0.97), "works", "half of what bare texts lack."),
+        (level(0.40, 0.70), "works", "The gain of 0.30 is at least 0.25."),
+        (
+            level(0.10, 0.36),
+            "weak",
+            "0.36 is below 0.5: most texts still lack it. Bare texts rarely",
+        ),
+        (level(0.10, 0.20), "weak", "The gain of 0.10 is below 0.25, and below half"),
+        (level(0.90, 0.97), "works", "at least half of what bare texts lack."),
         (level(0.50, 0.55), "does not work", "The gain of 0.05 is not above 0.06"),
         (level(0.50, 0.80, standard_error=0.16), "does not work", "not above 0.32"),
         (level(0.50, 0.40), "does not work", "The gain of -0.10"),
@@ -36,7 +42,7 @@ def report(
         (level(0.4, 0.7, perplexity_ratio=1.31), "works", "Perplexity rises by 31%, more than 25%"),
         (level(0.4, 0.7, perplexity_ratio=0.8), "works", "falls to 80% of bare texts, below 90%"),
         (level(0.4, 0.7, price=0.05), "works", "The price is 0.050 nats per token instead of 0.15"),
-        (level(0.4, 0.7, price=0.18), "works", "above 0.25."),
+        (level(0.4, 0.7, price=0.18), "works", "at least 0.25."),
     ],
 )
 def test_the_verdict_names_the_number_that_decides(

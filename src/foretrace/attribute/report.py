@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Self
 from foretrace.errors import InvalidInputError
 
 MIN_GAIN = 0.25  # of the probability: an attribute works if it gains this much,
-MIN_SHARE = 0.5  # or this share of what bare texts lack
+MIN_AFTER = 0.5  # to at least this probability,
+MIN_SHARE = 0.5  # or if it gains this share of what bare texts lack
 STANDARD_ERRORS = 2  # a gain within so many is chance
 MOST_BARE = 0.9  # bare texts with this probability have the attribute already
+RARE_BARE = 0.2  # bare texts below this probability rarely have the attribute
 MIN_PERPLEXITY, MAX_PERPLEXITY = 0.9, 1.25  # of steered texts, relative to bare ones
 MAX_MISSED = 0.5  # of the price from its budget, relative
 WORKS, WEAK, FAILS = "works", "weak", "does not work"
@@ -66,7 +68,8 @@ class LevelReport:
         """`works`, `weak`, or `does not work`: the gain may be chance."""
         if not self.gain > STANDARD_ERRORS * self.standard_error:
             return FAILS
-        enough = self.gain >= MIN_GAIN or self.gain >= MIN_SHARE * (1 - self.before)
+        share = self.gain >= MIN_SHARE * (1 - self.before)
+        enough = share or (self.gain >= MIN_GAIN and self.after >= MIN_AFTER)
         return WORKS if enough else WEAK
 
     @property
@@ -198,15 +201,17 @@ def _reasons(level: LevelReport) -> list[str]:
     """Return which number decides the outcome of a level, and what to do about it."""
     gain = f"The gain of {level.gain:.2f}"
     if level.outcome == WORKS:
-        above = f"above {MIN_GAIN:g}" if level.gain >= MIN_GAIN else "half of what bare texts lack"
-        return [f"{gain} is {above}."]
+        enough = f"{MIN_GAIN:g}" if level.gain >= MIN_GAIN else "half of what bare texts lack"
+        return [f"{gain} is at least {enough}."]
     if level.before >= MOST_BARE:
         return [f"Bare texts have the attribute already: {level.before:.2f}."]
     if level.outcome == WEAK:
-        return [
-            f"{gain} is below {MIN_GAIN:g}, and below half of what bare texts lack.",
-            "More texts, or texts closer to your prompts, help most.",
-        ]
+        too_low = f"{gain} is below {MIN_GAIN:g}, and below half of what bare texts lack."
+        if level.gain >= MIN_GAIN:
+            too_low = f"{level.after:.2f} is below {MIN_AFTER:g}: most texts still lack it."
+        if level.before < RARE_BARE:
+            return [too_low, "Bare texts rarely have it: a higher price or longer texts help most."]
+        return [too_low, "More texts, or texts closer to your prompts, help most."]
     error = STANDARD_ERRORS * level.standard_error
     return [
         f"{gain} is not above {error:.2f}, two standard errors.",
