@@ -98,13 +98,13 @@ class ChatServer:
         return Answer(text, choice.get("finish_reason") == "stop", _first_token(choice))
 
     def answer_all(
-        self, chats: Sequence[Messages], *, seed: int = 0, **options: Any
+        self, chats: Sequence[Messages], *, seed: int | None = None, **options: Any
     ) -> list[Answer | None]:
         """Return the answers to chats, a few at once; None where a request failed.
 
         Args:
             chats: The chats.
-            seed: The seed of the first request. Every further one adds 1.
+            seed: The seed of the first request; every further one adds 1. None: no seed is sent.
             **options: Fields of all requests.
 
         Returns:
@@ -115,8 +115,10 @@ class ChatServer:
         """
 
         def attempt(numbered: tuple[int, Messages]) -> Answer | ServerError:
+            number, chat = numbered
+            seeded = {} if seed is None else {"seed": seed + number}
             try:
-                return self.answer(numbered[1], seed=seed + numbered[0], **options)
+                return self.answer(chat, **seeded, **options)
             except ServerUnavailableError:
                 raise
             except ServerError as error:

@@ -59,8 +59,7 @@ def test_a_real_lm_writes_both_sides(smollm2: Path, tmp_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     writer = LMWriter(AutoModelForCausalLM.from_pretrained(smollm2), tokenizer, "smollm2")
-    topics = ["a hotel room", "a movie"]
     sides = ("very positive, enthusiastic", "very negative, disappointed")
-    contrast = write_contrast(writer, *sides, tmp_path / "w.jsonl", num_texts=20, topics=topics)
-    assert len(contrast.texts) >= 12
+    contrast = write_contrast(writer, *sides, tmp_path / "w.jsonl", num_texts=10)
+    assert len(contrast.texts) >= 6
     assert {text.side for text in contrast.texts} == {"for", "against"}
