@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import log
 from typing import Any, NamedTuple, Self
 
 from foretrace.errors import InvalidInputError
@@ -44,6 +45,7 @@ class LevelReport:
         standard_error: The standard error of `after - before`, over prompts.
         perplexity_ratio: The perplexity of steered texts under the LM itself, divided by the
             perplexity of bare texts.
+        perplexity_error: The standard error of its logarithm, over prompts.
         budget: The price that the level was calibrated for; None if unknown.
         pairs: Bare and steered texts of the first prompts.
     """
@@ -55,6 +57,7 @@ class LevelReport:
     after: float
     standard_error: float
     perplexity_ratio: float
+    perplexity_error: float = 0.0
     budget: float | None = None
     pairs: tuple[TextPair, ...] = ()
 
@@ -74,8 +77,10 @@ class LevelReport:
 
     @property
     def is_fluent(self) -> bool:
-        """Whether the perplexity is about as high as the perplexity of bare texts."""
-        return MIN_PERPLEXITY <= self.perplexity_ratio <= MAX_PERPLEXITY
+        """Whether the perplexity is about the same as before, or the difference may be chance."""
+        difference = abs(log(self.perplexity_ratio))
+        is_chance = difference <= STANDARD_ERRORS * self.perplexity_error
+        return is_chance or MIN_PERPLEXITY <= self.perplexity_ratio <= MAX_PERPLEXITY
 
 
 @dataclass(frozen=True)
@@ -118,9 +123,9 @@ class AttributeReport:
                 f"{self.num_texts:,} texts)"
             )
         if self.judge_auc is None:
-            return "its own classifier, which overstates"
+            return "its own classifier, which may overstate"
         return (
-            f"its own classifier, which overstates: an independent one has an AUC of only "
+            f"its own classifier, which may overstate: an independent one has an AUC of only "
             f"{self.judge_auc:.2f} on these {self.num_texts:,} texts, so that nobody can judge the "
             f"attribute from them"
         )
@@ -136,7 +141,7 @@ class AttributeReport:
         level = self.levels[-1]
         subject = f"`{level.level}` moves {level.before:.2f} to {level.after:.2f}: {level.outcome}."
         if not self.independent:
-            subject = f"By its own classifier, which overstates, {subject}"
+            subject = f"By its own classifier, which may overstate, {subject}"
         return " ".join([subject, *_reasons(level), *self._costs(level)])
 
     def _costs(self, level: LevelReport) -> list[str]:
@@ -144,12 +149,12 @@ class AttributeReport:
         costs = []
         fluent = [one.level for one in self.levels if one.is_fluent and one.outcome != FAILS]
         instead = f" Use `{fluent[-1]}`." if fluent and not level.is_fluent else ""
-        if level.perplexity_ratio > MAX_PERPLEXITY:
+        if not level.is_fluent and level.perplexity_ratio > 1:
             costs.append(
                 f"Perplexity rises by {level.perplexity_ratio - 1:.0%}, more than "
                 f"{MAX_PERPLEXITY - 1:.0%}: the texts are less fluent.{instead}"
             )
-        elif level.perplexity_ratio < MIN_PERPLEXITY:
+        elif not level.is_fluent:
             costs.append(
                 f"Perplexity falls to {level.perplexity_ratio:.0%} of bare texts, below "
                 f"{MIN_PERPLEXITY:.0%}: the texts may repeat themselves.{instead}"

@@ -24,7 +24,7 @@ def print_report(report: "AttributeReport") -> None:
             f"{level.strength:.3g}",
             f"{level.price:.3f}",
             f"{level.before:.2f} -> {level.after:.2f} {error}",
-            f"{level.perplexity_ratio:.2f}",
+            f"{level.perplexity_ratio:.2f} \u00b1 {2 * level.perplexity_error:.2f}",
         )
     console, strongest = Console(), report.levels[-1]
     console.print(levels)

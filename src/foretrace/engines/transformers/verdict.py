@@ -238,6 +238,7 @@ class _Read(NamedTuple):
     probabilities: Floats
     price: float
     nats: float
+    text_nats: Floats  # of each text, per token
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ class _Reader:
             probabilities = self.attribute.probability(kept).numpy()
         count = sum(len(row.tokens) for row in drawn)
         price, nats = sum(row.price for row in drawn), sum(row.nats for row in drawn)
-        return _Read(texts, probabilities, price / count, nats / count)
+        each = np.array([row.nats / len(row.tokens) for row in drawn])
+        return _Read(texts, probabilities, price / count, nats / count, each)
 
     def prompt_text(self, row: int) -> str:
         """Return the prompt of a row as text."""
@@ -272,15 +274,21 @@ class _Reader:
 
 def _compare(bare: _Read, steered: _Read, num_prompts: int) -> dict[str, float]:
     """Return the figures of a level. Rows of one prompt are next to each other."""
-    gains = (steered.probabilities - bare.probabilities).reshape(num_prompts, -1)
-    each = gains.mean(1) if num_prompts > 1 else gains[0]
     return {
         "price": steered.price,
         "before": float(bare.probabilities.mean()),
         "after": float(steered.probabilities.mean()),
-        "standard_error": float(each.std(ddof=1)) / sqrt(len(each)),
+        "standard_error": _error(steered.probabilities - bare.probabilities, num_prompts),
         "perplexity_ratio": exp(steered.nats - bare.nats),
+        "perplexity_error": _error(steered.text_nats - bare.text_nats, num_prompts),
     }
+
+
+def _error(differences: Floats, num_prompts: int) -> float:
+    """Return the standard error of the mean over prompts; of one prompt, over its texts."""
+    rows = differences.reshape(num_prompts, -1)
+    each = rows.mean(1) if num_prompts > 1 else rows[0]
+    return float(each.std(ddof=1)) / sqrt(len(each))
 
 
 def _fit_judge(
