@@ -161,7 +161,7 @@ def instruction_words(
     Args:
         description: What texts should be.
         against: What the other texts should be, or None.
-        topics: The topics. Default: those of `write_contrast`.
+        topics: The topics. Default: everyday things, as for `write_contrast`.
 
     Returns:
         The words, in lower case.
