@@ -1,4 +1,4 @@
-"""Clean the texts that a language model writes on request, and find those that are of no use."""
+"""Clean the texts that a language model writes on request, and find useless ones."""
 
 import re
 from collections.abc import Sequence

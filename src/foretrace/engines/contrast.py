@@ -203,7 +203,7 @@ def _tasks(wish: str, against: str | None, topics: Sequence[str], num_texts: int
 
 
 def _select(tasks: Sequence[_Task], written: Sequence[Written]) -> Contrast:
-    """Clean texts, and remove those that are of no use."""
+    """Clean texts, and remove useless ones."""
     contrast = Contrast([], Counter())
     selections: dict[_Task, Selection] = {}
     for task, (answer, finished) in zip(tasks, written, strict=True):
