@@ -94,11 +94,10 @@ def describe(
         for token, probability in attribute.top_tokens(tokens):
             strongest.add_row(shown(token), f"{probability:.3f}")
         console.print(strongest)
-    if attribute.report is not None:
-        print_report(attribute.report)
-        return
     for warning in attribute.config.fit.get("warnings", ()):
         typer.echo(f"Warning: {warning}")
+    if attribute.report is not None:
+        print_report(attribute.report)
 
 
 def _rewards(attribute: "Attribute") -> dict[int, float]:

@@ -77,6 +77,8 @@ def calibrate(
         )
     measured.save(file)
     assert measured.report is not None
+    for warning in measured.report.warnings:
+        typer.echo(f"Warning: {warning}")
     print_report(measured.report)
     typer.echo(f"written to {file}")
 

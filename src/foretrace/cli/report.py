@@ -35,6 +35,4 @@ def print_report(report: "AttributeReport") -> None:
             texts.add_row(name, Text(" ".join(text.split())))
         texts.add_section()
     console.print(texts)
-    for warning in report.warnings:
-        typer.echo(f"Warning: {warning}")
     typer.echo(report.verdict)
