@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.05  # of the price, relative: on other prompts it differs by more
 NUM_ROWS = 32  # sequences of a run
-OPENING_TOKENS = 8  # of the default prompts
+OPENING_TOKENS, OPENING_TOP_P = 8, 0.9  # of the default prompts
 OnStage = Callable[[str, int, int, str], None]
 """Called with the name of a stage, what is done of it, its size, and the unit of both."""
 
@@ -112,6 +112,7 @@ class SteeredRuns:
         ends: Tokens that end a text.
         copies: Continuations of each prompt. By default, NUM_ROWS sequences in all.
         max_new_tokens: Tokens to generate at most.
+        top_p: The probability of the nucleus to sample from.
         seed: The random seed.
         on_progress: Called at every step of a run, with the name of the goal.
     """
@@ -124,13 +125,15 @@ class SteeredRuns:
         ends: Sequence[int],
         copies: int | None = None,
         max_new_tokens: int = 24,
+        top_p: float = 1.0,
         seed: int = 0,
         on_progress: OnStage = silent,
     ) -> None:
         copies = copies or -(-NUM_ROWS // len(prompts))
         self.prompts = [tuple(prompt) for prompt in prompts for _ in range(copies)]
         self._num_prompts = len(prompts)
-        self.ends, self.max_new_tokens, self.seed = tuple(ends), max_new_tokens, seed
+        self.ends, self.max_new_tokens = tuple(ends), max_new_tokens
+        self.top_p, self.seed = top_p, seed
         self.on_progress = on_progress
         self._rows = LMBatch(model, prompts, copies)  # the prompts are read once
 
@@ -171,7 +174,7 @@ class SteeredRuns:
                 prices = steering.reweight_(logits, slots, measure=True)
                 assert prices is not None
                 sums[0] += prices.nats.to(device).masked_fill(has_ended, 0.0)
-            tokens = _draw(logits, generator)
+            tokens = _draw(logits, generator, self.top_p)
             nats = -rows.logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
             sums[1] += nats.masked_fill(has_ended, 0.0)
             has_ended |= torch.isin(tokens, ends)
@@ -231,7 +234,7 @@ def write_openings(
     count: int = NUM_ROWS,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Sample the first tokens of texts from an LM, as prompts.
+    """Sample the first tokens of texts from an LM at top-p 0.9, as prompts.
 
     Args:
         model: A causal LM of transformers.
@@ -248,16 +251,22 @@ def write_openings(
     drawn = []
     for remaining in reversed(range(OPENING_TOKENS)):
         rows.logits[:, list(ends)] = -torch.inf
-        drawn.append(_draw(rows.logits, generator))
+        drawn.append(_draw(rows.logits, generator, OPENING_TOP_P))
         if remaining:
             rows.append(drawn[-1])
     return [[start, *tokens] for tokens in torch.stack(drawn, 1).tolist()]
 
 
-def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample a token of each row: (n, V) -> (n,).
+def _draw(logits: Tensor, generator: torch.Generator, top_p: float) -> Tensor:
+    """Sample a token of the nucleus of each row: (n, V) -> (n,).
 
     `multinomial` draws one random number for each token of the vocabulary, in its order. The same
     numbers therefore choose the same token where two distributions are alike.
     """
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    probability = logits.softmax(-1)
+    if top_p < 1:
+        ordered = probability.sort(-1, descending=True).values
+        before = ordered.cumsum(-1) - ordered
+        least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+        probability = probability.masked_fill(probability < least, 0.0)
+    return torch.multinomial(probability, 1, generator=generator)[:, 0]

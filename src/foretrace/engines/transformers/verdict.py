@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MIN_AUC = 0.7  # of the judge; below it, the attribute's own probability is the better one
 REPORT_ROWS = 2 * NUM_ROWS  # sequences of a run for the report
 NUM_PAIRS = 3  # of texts to read
+TOP_P = 0.9  # of the report: what people would read
 Floats = NDArray[np.float64]
 
 
@@ -136,7 +137,7 @@ def measure_report(
     """Measure what the levels of an attribute change in the texts of a language model.
 
     The same prompts are continued without steering and at every level, from the same random
-    numbers, at temperature 1 and top-p 1.
+    numbers, at temperature 1 and top-p 0.9.
 
     Args:
         lm: A causal LM of transformers.
@@ -177,6 +178,7 @@ def measure_report(
         ends=encoded.ends,
         copies=-(-REPORT_ROWS // len(encoded.ids)),
         max_new_tokens=max_new_tokens,
+        top_p=TOP_P,
         seed=seed + 1,  # not the numbers by which the price was calibrated
         on_progress=on_progress,
     )
