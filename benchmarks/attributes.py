@@ -2,7 +2,7 @@
 
 Set FORETRACE_DATA to a folder with `detox`, `roles`, `politics` and `sentiment` (JSON Lines,
 compressed by xz), as the page of results describes them. --quick skips the mixture, the TF-IDF
-baselines and the products of roles.
+baselines, the products of roles, and six of the eight ready-made attributes.
 """
 
 import os
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from runpy import run_path
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
-from foretrace import Attribute, AttributeStore, FitConfig, _tabular
+from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import Windows, tokenize
 from foretrace.attribute.fitting.examples import token_counts
 from foretrace.attribute.token_ids import Texts
@@ -29,6 +30,7 @@ from foretrace.vocabulary import fingerprint
 from harness import Report, options
 from smollm2 import find_smollm2
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 STORED = 1000
 Rows = list[dict[str, Any]]
 
@@ -86,6 +88,7 @@ def main() -> None:
     _roles(data, report, quick=args.quick)
     _politics(data, report)
     _sentiment(data, report)
+    _price_aware(data, report, quick=args.quick)
     _store(nontoxic, report)
     report.publish(args.json)
 
@@ -230,6 +233,31 @@ def _sentiment(data: Data, report: Report) -> None:
         truth = [bool(row["positive"]) for row in test]
         rank = roc_auc_score(truth, data.probabilities(positive, others))
         report.add(f"positive, {name}: AUC", rank, "")
+
+
+def _price_aware(data: Data, report: Report, *, quick: bool) -> None:
+    """Fit the ready-made attributes with the LM's token frequencies, and without them.
+
+    The price at strength 1 is half the variance of the next token's reward under the HMM's token
+    frequencies.
+    """
+    hmm = HMM.from_pretrained(EXAMPLES / "smollm2-135m")
+    make = run_path(str(EXAMPLES / "attributes" / "make.py"))
+    sources, frequencies = make["SOURCES"], hmm.token_frequencies()
+    maker = make["Maker"](data.folder, str(find_smollm2()), hmm)
+    for name in ("positive", "political") if quick else sources:
+        aucs, prices = [], []
+        for given in (None, frequencies):
+            attribute = maker.fit(name, sources[name], given)
+            (evidence,) = attribute.evidence
+            p, rewards = frequencies[evidence.tokens.long()], evidence.rewards.double()
+            prices.append(float(p @ rewards**2 - (p @ rewards) ** 2) / 2)
+            aucs.append(attribute.config.fit["auc"])
+        warned = any("function words" in one for one in attribute.config.fit["warnings"])
+        report.add(f"{name}, plain: AUC", aucs[0], "")
+        report.add(f"{name}, price-aware: AUC", aucs[1], "", at_least=aucs[0] - 0.001)
+        report.add(f"{name}: price at strength 1, of plain", prices[1] / prices[0], "", at_most=0.5)
+        report.add(f"{name}: warning of function words", warned, "", at_most=0)
 
 
 def _store(attribute: Attribute, report: Report) -> None:

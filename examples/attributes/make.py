@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
@@ -59,14 +60,27 @@ SOURCES = {
 class Maker:
     """Fits and calibrates attributes with one language model."""
 
-    def __init__(self, data: Path, lm: str, hmm: str) -> None:
-        self.data, self.lm = data, lm
+    def __init__(self, data: Path, lm: str, hmm: HMM) -> None:
+        self.data, self.lm, self.hmm = data, lm, hmm
         self.tokenizer = AutoTokenizer.from_pretrained(lm)
-        self.hmm = HMM.from_pretrained(hmm)
         self.settings = tokenizer_settings(self.tokenizer.get_vocab())
 
     def make(self, name: str, source: Source) -> Attribute:
         """Fit and calibrate an attribute."""
+        texts, scores = self._read(source.train, source)
+        return calibrate_and_report(
+            self.model,
+            self.tokenizer,
+            self.hmm,
+            self.fit(name, source, self.hmm.token_frequencies()),
+            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
+            texts=texts,
+            scores=scores,
+            source={"prompts": PROMPTS},
+        )
+
+    def fit(self, name: str, source: Source, frequencies: Tensor | None) -> Attribute:
+        """Fit an attribute, without levels."""
         texts, scores = self._read(source.train, source)
         windows = tokenize(texts, self.tokenizer, 128)
         validation = None
@@ -75,27 +89,17 @@ class Maker:
             pieces = tokenize(held_out, self.tokenizer, 128)
             validation = pieces.token_ids, [held_out_scores[text] for text in pieces.texts]
         keep = word_tokens(group_terms(), self.tokenizer) if source.keep else ()
-        fitted = Attribute.fit(
+        return Attribute.fit(
             windows.token_ids,
             [scores[text] for text in windows.texts],
             config=FitConfig(keep=keep),
             groups=windows.texts,
             validation=validation,
-            frequencies=self.hmm.token_frequencies(),
+            frequencies=frequencies,
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
             tokenizer=self.tokenizer,
             **self.settings,
-        )
-        return calibrate_and_report(
-            self.model,
-            self.tokenizer,
-            self.hmm,
-            fitted,
-            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
-            texts=texts,
-            scores=scores,
-            source={"prompts": PROMPTS},
         )
 
     @cached_property
@@ -136,7 +140,8 @@ def main() -> None:
     parser.add_argument("lm")
     parser.add_argument("--hmm", default=str(FOLDER.parent / "smollm2-135m"))
     arguments = parser.parse_args()
-    maker, store = Maker(arguments.data, arguments.lm, arguments.hmm), AttributeStore(FOLDER)
+    maker = Maker(arguments.data, arguments.lm, HMM.from_pretrained(arguments.hmm))
+    store = AttributeStore(FOLDER)
     for name, source in SOURCES.items():
         if name not in store or not store[name].config.levels:
             store.add(maker.make(name, source))

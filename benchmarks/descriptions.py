@@ -1,0 +1,142 @@
+"""Compare attributes that were made from a sentence with the same sentence as a prompt.
+
+Set FORETRACE_DATA to a folder with `sentiment` and `detox`, whose prompts are continued, and
+FORETRACE_TEXTS to a folder with NAME.texts.jsonl for each NAME of DESCRIPTIONS, as `foretrace fit
+--describe` writes them. Set FORETRACE_JUDGE_TEXTS to such texts by another language model
+(`--writer-url`): the judges are trained on them, and have seen neither the attributes nor the
+prompts. The judge of *positive* is trained on reviews. FORETRACE_ENCODER is the sentence encoder of
+the judges. The results are kept in FORETRACE_OUT, from which an interrupted run resumes. --quick
+runs one description on a few prompts.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foretrace import HMM
+from foretrace.engines.contrast import instruction_words
+from foretrace.evaluate.report import write_report
+from foretrace.evaluate.run import EvaluationConfig, evaluate
+from foretrace.evaluate.suite import load_suite
+from harness import Report, options
+from smollm2 import find_smollm2
+
+HMM_FOLDER = Path(__file__).parent.parent / "examples" / "smollm2-135m"
+
+
+class Description(NamedTuple):
+    """A description, what it is held against, and the prompt that asks for the same."""
+
+    wish: str
+    against: str | None
+    prompt: str
+
+
+DESCRIPTIONS = {
+    "positive": Description(
+        "very positive, enthusiastic",
+        "very negative, disappointed",
+        "The following is a very positive, enthusiastic review.",
+    ),
+    "formal": Description(
+        "formal business English",
+        "casual chat",
+        "The following text is written in formal business English.",
+    ),
+    "sea": Description("about the sea", None, "The following text is about the sea."),
+    "polite": Description(
+        "polite and friendly", "rude and insulting", "The following text is polite and friendly."
+    ),
+    "children": Description(
+        "in simple words for small children",
+        "in scientific language for experts",
+        "The following text is in simple words for small children.",
+    ),
+}
+REVIEWS = {
+    "train": {"file": "sentiment/sst2_test.jsonl.xz"},
+    "label": "positive",
+    "judged": "1",
+}
+
+
+def suite_of(name: str, texts: Path, judge_texts: Path) -> dict[str, Any]:
+    """Return the suite of a description, as YAML has it."""
+    description = DESCRIPTIONS[name]
+    keep = instruction_words(description.wish, description.against)
+    judge = REVIEWS
+    if name != "positive":
+        train = {"file": str((judge_texts / f"{name}.texts.jsonl").resolve())}
+        judge = {"train": train, "label": "side", "judged": "for"}
+    file = str((texts / f"{name}.texts.jsonl").resolve())
+    steered = {
+        level: {"goals": name, "level": level, "curve": "steered"}
+        for level in ("mild", "medium", "strong")
+    }
+    return {
+        "prompts": {
+            "file": "sentiment/prompts.jsonl.xz",
+            "text": "prompt",
+            "where": {"kind": "neutral"},
+        },
+        "calibration": {"file": "detox/train_prompts.jsonl.xz", "text": "prompt"},
+        "continuations": 5,
+        "attributes": {name: {"file": file, "score": "score", "keep": keep}},
+        "methods": {
+            "bare": {},
+            "prompting": {"instruction": description.prompt + "\n\n{prompt}", "curve": "prompting"},
+            **steered,
+        },
+        "judges": {name: {"figures": ["mean"], **judge}},
+    }
+
+
+def main() -> None:
+    """Evaluate every description."""
+    args = options(__doc__)
+    folders = {key: Path(os.environ[f"FORETRACE_{key}"]) for key in ("DATA", "TEXTS", "OUT")}
+    judge_texts = Path(os.environ.get("FORETRACE_JUDGE_TEXTS", "."))
+    report = Report("Attributes from a sentence, against the sentence as a prompt")
+    lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype="float32")
+    tokenizer, hmm = AutoTokenizer.from_pretrained(find_smollm2()), HMM.from_pretrained(HMM_FOLDER)
+    for name in list(DESCRIPTIONS)[: 1 if args.quick else None]:
+        out = folders["OUT"] / name
+        out.mkdir(parents=True, exist_ok=True)
+        suite = out / f"{name}.yaml"
+        suite.write_text(yaml.safe_dump(suite_of(name, folders["TEXTS"], judge_texts)), "utf-8")
+        config = EvaluationConfig(
+            data=folders["DATA"],
+            out=out,
+            prompts=4 if args.quick else 100,
+            methods=("strong",) if args.quick else (),
+            encoder=os.environ.get("FORETRACE_ENCODER"),
+        )
+        results = evaluate(load_suite(str(suite)), lm, tokenizer, hmm, config)
+        write_report(results, out)
+        add_rows(report, name, results)
+    report.publish(args.json)
+
+
+def add_rows(report: Report, name: str, results: dict[str, Any]) -> None:
+    """Add the figures of a description."""
+    metric = f"{name}, mean"
+    for method, result in results["methods"].items():
+        for figure, unit in ((metric, ""), ("perplexity", ""), ("price", "nats per token")):
+            value = result["figures"][figure]
+            label = f"{name}, {method}: {figure.removeprefix(f'{name}, ')}"
+            report.add(label, value["value"], unit, interval=[value["low"], value["high"]])
+    for comparison in results["at equal perplexity"]:
+        if comparison["curve"] == "steered" and comparison["difference"] is not None:
+            value, *interval = comparison["difference"]
+            label = f"{name}, steered minus {comparison['rival']}, at its perplexity"
+            report.add(label, value, "", at_least=0, interval=interval)
+
+
+if __name__ == "__main__":
+    main()
