@@ -106,5 +106,6 @@ def test_descriptions_must_differ(tmp_path: Path, wish: str, against: str | None
 
 def test_words_and_topics() -> None:
     assert {"formal", "sentence", "casual", "bicycle"} <= set(instruction_words("formal", "casual"))
+    assert "sea" not in instruction_words("about the sea", None)  # the name of a subject
     topics = default_topics()
     assert 60 <= len(topics) == len(set(topics)) <= 100

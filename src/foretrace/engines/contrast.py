@@ -158,6 +158,8 @@ def instruction_words(
 ) -> list[str]:
     """Return the words of instructions. They must not decide: texts repeat what they are told.
 
+    Without `against`, the words of the description are not among them: they name a subject.
+
     Args:
         description: What texts should be.
         against: What the other texts should be, or None.
@@ -171,7 +173,7 @@ def instruction_words(
         >>> instruction_words("Complain about {topic}!", "Praise {topic}!", ["a dog"])
         ['a', 'about', 'complain', 'dog', 'praise']
     """
-    templates = [*_templates(description), *_templates(against)]
+    templates = [*_templates(against and description), *_templates(against)]
     instructions = [template.replace(TOPIC, " ") for template in templates]
     return sorted(set(words("\n".join([*instructions, *(topics or default_topics())]))))
 
