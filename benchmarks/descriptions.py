@@ -2,11 +2,10 @@
 
 Set FORETRACE_DATA to a folder with `sentiment` and `detox`, whose prompts are continued, and
 FORETRACE_TEXTS to a folder with NAME.texts.jsonl for each NAME of DESCRIPTIONS, as `foretrace fit
---describe` writes them. Set FORETRACE_JUDGE_TEXTS to such texts by another language model
-(`--writer-url`): the judges are trained on them, and have seen neither the attributes nor the
-prompts. The judge of *positive* is trained on reviews. FORETRACE_ENCODER is the sentence encoder of
-the judges. The results are kept in FORETRACE_OUT, from which an interrupted run resumes. --quick
-runs one description on a few prompts.
+--describe` writes them. The judges are trained on `judge_texts`, which another language model
+wrote, and the judge of *positive* on reviews: they have seen neither attributes nor prompts.
+FORETRACE_ENCODER is their sentence encoder. The results are kept in FORETRACE_OUT, from which an
+interrupted run resumes. --quick runs one description on a few prompts.
 """
 
 import os
@@ -27,6 +26,7 @@ from foretrace.evaluate.suite import load_suite
 from harness import Report, options
 from smollm2 import find_smollm2
 
+JUDGE_TEXTS = Path(__file__).parent / "judge_texts"
 HMM_FOLDER = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 
 
@@ -66,13 +66,13 @@ REVIEWS = {
 }
 
 
-def suite_of(name: str, texts: Path, judge_texts: Path) -> dict[str, Any]:
+def suite_of(name: str, texts: Path) -> dict[str, Any]:
     """Return the suite of a description, as YAML has it."""
     description = DESCRIPTIONS[name]
     keep = instruction_words(description.wish, description.against)
     judge = REVIEWS
     if name != "positive":
-        train = {"file": str((judge_texts / f"{name}.texts.jsonl").resolve())}
+        train = {"file": str((JUDGE_TEXTS / f"{name}.texts.jsonl").resolve())}
         judge = {"train": train, "label": "side", "judged": "for"}
     file = str((texts / f"{name}.texts.jsonl").resolve())
     steered = {
@@ -101,7 +101,6 @@ def main() -> None:
     """Evaluate every description."""
     args = options(__doc__)
     folders = {key: Path(os.environ[f"FORETRACE_{key}"]) for key in ("DATA", "TEXTS", "OUT")}
-    judge_texts = Path(os.environ.get("FORETRACE_JUDGE_TEXTS", "."))
     report = Report("Attributes from a sentence, against the sentence as a prompt")
     lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype="float32")
     tokenizer, hmm = AutoTokenizer.from_pretrained(find_smollm2()), HMM.from_pretrained(HMM_FOLDER)
@@ -109,7 +108,7 @@ def main() -> None:
         out = folders["OUT"] / name
         out.mkdir(parents=True, exist_ok=True)
         suite = out / f"{name}.yaml"
-        suite.write_text(yaml.safe_dump(suite_of(name, folders["TEXTS"], judge_texts)), "utf-8")
+        suite.write_text(yaml.safe_dump(suite_of(name, folders["TEXTS"])), "utf-8")
         config = EvaluationConfig(
             data=folders["DATA"],
             out=out,
