@@ -369,7 +369,7 @@ class HMM:
 
         Example:
             >>> hmm.token_frequencies().shape
-            torch.Size([16])
+            torch.Size([374])
         """
         if length < 1:
             raise InvalidInputError(f"`length` must be at least 1 token, not {length}.")
