@@ -179,20 +179,20 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     save_file(on_host, path, dict(metadata))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Map a safetensors file into memory and return (tensors, metadata)."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-            metadata = file.metadata() or {}
-    except FileNotFoundError:
-        raise InvalidFileError(
-            f"{path.parent} has no {path.name}. Pass the folder that was saved, or save it again."
-        ) from None
-    except SafetensorError as error:
-        raise InvalidFileError(
-            f"{path} is damaged or cut short ({error}). Copy, download or save it again."
-        ) from error
+def tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def read_tensors(
+    path: Path, names: Sequence[str] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Map a safetensors file into memory and return (tensors, metadata): by default all tensors."""
+    with _opened(path) as file:
+        wanted = list(file.keys()) if names is None else names
+        tensors = {name: file.get_tensor(name) for name in wanted}
+        metadata = file.metadata() or {}
     for name, tensor in tensors.items():
         if tensor.dtype not in READABLE_DTYPES:
             raise InvalidFileError(
@@ -201,6 +201,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"again."
             )
     return tensors, metadata
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; explain the error if it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise InvalidFileError(
+            f"{path.parent} has no {path.name}. Pass the folder that was saved, or save it again."
+        ) from None
+    except SafetensorError as error:
+        raise InvalidFileError(
+            f"{path} is damaged or cut short ({error}). Copy, download or save it again."
+        ) from error
 
 
 def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]:

@@ -16,6 +16,7 @@ from foretrace.cli import (
     generate,
     hmm,
     playground,
+    probe,
     serve,
 )
 from foretrace.errors import ForetraceError
@@ -36,6 +37,7 @@ app.command(epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=evaluate.FIDELITY_EPILOG)(evaluate.fidelity)
 app.command(epilog=serve.EPILOG, context_settings=serve.CONTEXT)(serve.serve)
 app.command(epilog=playground.EPILOG)(playground.playground)
+app.command(epilog=probe.EPILOG)(probe.probe)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")

@@ -1,0 +1,8 @@
+"""Read an LM's last hidden state from its logits."""
+
+from foretrace.context.head import Head
+from foretrace.context.probe import Probe, Reading
+from foretrace.context.sources import read_head
+from foretrace.context.storage import ProbeConfig
+
+__all__ = ["Head", "Probe", "ProbeConfig", "Reading", "read_head"]

@@ -1,0 +1,32 @@
+"""Features of tokens: the rows of an LM's head in their principal directions."""
+
+import torch
+from torch import Tensor
+
+from foretrace.context.head import CHUNK, Head
+from foretrace.errors import InvalidInputError
+
+
+def token_features(head: Head, count: int) -> tuple[Tensor, float]:
+    """Return whitened features of all tokens, (V, k) float16, and the variance they keep.
+
+    Every feature has mean 0 and variance 1, k is at most d, and the variance is a share of the
+    rows' total variance.
+    """
+    vocab_size, width = head.weight.shape
+    if count < 1:
+        raise InvalidInputError(f"A probe has at least 1 feature of each token, not {count}.")
+    count = min(count, width)
+    mean = torch.stack([rows.float().sum(0) for rows in torch.split(head.weight, CHUNK)]).sum(0)
+    mean = mean / vocab_size
+    covariance = torch.zeros(width, width, dtype=torch.float64, device=head.weight.device)
+    for rows in torch.split(head.weight, CHUNK):
+        centred = rows.float() - mean
+        covariance += centred.T @ centred
+    variances, directions = torch.linalg.eigh(covariance / vocab_size)
+    kept = float(variances[-count:].sum() / variances.sum())
+    top = directions[:, -count:].flip(1)
+    largest = top.gather(0, top.abs().argmax(0, keepdim=True))  # fixes the sign of a direction
+    scaled = (top * largest.sign() / variances[-count:].flip(0).clamp_min(1e-30).sqrt()).float()
+    parts = [((rows.float() - mean) @ scaled).half() for rows in torch.split(head.weight, CHUNK)]
+    return torch.cat(parts).cpu(), kept

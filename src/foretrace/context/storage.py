@@ -1,0 +1,103 @@
+"""Read and write probes: one safetensors file, with the config in its header."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrace import _io
+from foretrace.errors import InvalidFileError
+
+FORMAT_VERSION = 1
+HEADER_KEY = "foretrace_probe"
+TYPES = {
+    "tokens": (torch.int32, torch.int64),
+    "inverse": (torch.float32,),
+    "checks": (torch.float32,),
+    "rows": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "bias": (torch.float32,),
+    "features": (torch.float16,),
+}
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """What a probe knows of its LM's head, and how well it reads it.
+
+    Attributes:
+        fingerprint: `Head.fingerprint` of the head.
+        source: The name of the LM.
+        scale: The factor of all logits.
+        softcap: The tanh cap of the logits; None if there is none.
+        condition: The condition number of the probe's rows.
+        variance_kept: The share of the rows' variance that the token features keep.
+        errors: Relative errors of hidden states, the largest of those measured, by the logits
+            they were read from.
+    """
+
+    fingerprint: str = ""
+    source: str | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    condition: float = 0.0
+    variance_kept: float = 0.0
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], config: ProbeConfig) -> None:
+    """Write the file atomically."""
+    header = {"format_version": FORMAT_VERSION, **asdict(config)}
+    stored = {**tensors, "tokens": tensors["tokens"].int()}
+    _io.write_tensors(path, stored, {HEADER_KEY: _io.to_json(path, header)})
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], ProbeConfig]:
+    """Map and check a file that `write` wrote."""
+    if not path.is_file():
+        raise InvalidFileError(
+            f"There is no file {path}. Pass a file that `foretrace probe` or Probe.save wrote."
+        )
+    tensors, metadata = _io.read_tensors(path)
+    config = _read_header(metadata.get(HEADER_KEY, ""), path)
+    none = torch.zeros(0, 0)
+    width, size = (
+        tensors.get("inverse", none).shape[:1].numel(),
+        tensors.get("tokens", none).numel(),
+    )
+    shapes = {
+        "tokens": (size,),
+        "inverse": (width, size),
+        "checks": (*tensors.get("checks", none).shape[:1], size),
+        "rows": (size, width),
+        "bias": (size,),
+        "features": tuple(tensors.get("features", none).shape[:2]),
+    }
+    checked = {name: _io.take_tensor(tensors, name, shape, path) for name, shape in shapes.items()}
+    wrong = [name for name, tensor in checked.items() if tensor.dtype not in TYPES[name]]
+    tokens = checked["tokens"] = checked["tokens"].long()
+    ascending = bool((tokens.diff() > 0).all()) and bool((tokens >= 0).all())
+    if wrong or not ascending or not size or tokens[-1] >= len(checked["features"]):
+        problem = f"tensor '{(wrong or ['tokens'])[0]}' has the wrong type or values"
+        raise InvalidFileError(f"{path} is damaged ({problem}). Make it again.")
+    return checked, config
+
+
+def _read_header(header: str, path: Path) -> ProbeConfig:
+    try:
+        content: dict[str, Any] = json.loads(header)
+        version = content.pop("format_version")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InvalidFileError(
+            f"{path} is not a probe. Pass a file that `foretrace probe` or Probe.save wrote."
+        ) from None
+    if version != FORMAT_VERSION:
+        raise InvalidFileError(
+            f"{path} has format version {version!r}, but this foretrace reads version "
+            f"{FORMAT_VERSION}. Upgrade foretrace, or make the probe again."
+        )
+    names = {entry.name for entry in fields(ProbeConfig)}
+    return ProbeConfig(**{key: value for key, value in content.items() if key in names})
