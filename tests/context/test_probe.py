@@ -114,6 +114,25 @@ def test_the_choice_is_deterministic_and_respects_the_head() -> None:
     assert tokens.max() < 250
 
 
+def test_the_choice_avoids_rows_that_pad_the_vocabulary() -> None:
+    head = Head.of_model(tiny_lm("untied"))
+    padded = head.weight.clone()
+    padded[200:] = 0.0
+    probe = Probe.build(replace(head, weight=padded))
+    assert probe.tokens.max() < 200
+    assert probe.config.condition < 10
+
+
+def test_the_tokens_of_a_model_exclude_its_special_ones() -> None:
+    from tiny_lm import chat_tokenizer
+    from tiny_lm import tiny_model as word_model
+
+    tokenizer = chat_tokenizer()
+    head = Head.of_model(word_model(tokenizer), tokenizer)
+    assert {0, 1} <= head.excluded < set(range(len(tokenizer)))
+    assert not set(Probe.build(head).tokens.tolist()) & head.excluded
+
+
 def test_features_are_white() -> None:
     head = Head.of_model(tiny_lm("tied"))
     probe = Probe.build(head, features=64)  # no more than the head has
@@ -159,12 +178,35 @@ def test_what_cannot_be_a_probe_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(content[:-100])
     with pytest.raises(InvalidFileError, match="damaged or cut short"):
         Probe.load(tmp_path / "cut.safetensors")
-    replace(probe, bias=probe.bias[:-1]).save(tmp_path / "wrong.safetensors")
-    with pytest.raises(InvalidFileError, match="tensor 'bias' has shape"):
-        Probe.load(tmp_path / "wrong.safetensors")
+
+
+def damaged_probes(probe: Probe) -> dict[str, Probe]:
+    """Return probes that must not be loaded, by the words of the error."""
+    lost, high = probe.inverse.clone(), probe.tokens.clone()
+    lost[0, 0], high[-1] = float("nan"), 300
+    config = replace(probe.config, scale=0.0)
+    return {
+        "tensor 'bias' has shape": replace(probe, bias=probe.bias[:-1]),
+        "tensor 'features' has shape": replace(probe, features=probe.features[0]),
+        "tensor 'features' has type": replace(probe, features=probe.features.float()),
+        "not finite": replace(probe, inverse=lost),
+        "outside the vocabulary": replace(probe, tokens=high),
+        "not ascending": replace(probe, tokens=probe.tokens.roll(1)),
+        "no number above zero": replace(probe, config=config),
+    }
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    probe = Probe.build(Head.of_model(tiny_lm("tied")), features=8)
+    for words, damaged in damaged_probes(probe).items():
+        damaged.save(tmp_path / "damaged.safetensors")
+        with pytest.raises(InvalidFileError, match=words):
+            Probe.load(tmp_path / "damaged.safetensors")
 
 
 def test_logits_of_another_head_are_not_readable(probe: Probe) -> None:
     generator = torch.Generator().manual_seed(1)
     other = torch.randn(4, 32, generator=generator) @ torch.randn(32, 300, generator=generator)
     assert not probe.read(other).readable.any()
+    with pytest.raises(InvalidInputError, match="4 of 4 rows of logits do not fit"):
+        state_error(probe, other, torch.zeros(4, 32))

@@ -50,20 +50,32 @@ class Head:
                 f"floating-point numbers or wider was expected. Pass the LM with a head that is "
                 f"not quantised, or its GGUF file."
             )
-        if not 0 < abs(self.scale) < float("inf"):
-            raise InvalidInputError(f"The scale of logits is {self.scale}; it must not be zero.")
+        if not 0 < self.scale < float("inf"):
+            raise InvalidInputError(f"The scale of logits is {self.scale}; it must be positive.")
 
     @classmethod
-    def of_model(cls, model: Any, excluded: frozenset[int] = frozenset()) -> "Head":
-        """Return the head of a `PreTrainedModel` of transformers, tied to its embeddings or not."""
+    def of_model(cls, model: Any, tokenizer: Any = None) -> "Head":
+        """Return the head of a model of transformers, tied to its embeddings or not.
+
+        Args:
+            model: A `PreTrainedModel`.
+            tokenizer: Its tokenizer, to build a probe: without it, only the tokens that begin, end
+                and pad texts are excluded.
+        """
         layer = model.get_output_embeddings()
         if layer is None:
             raise InvalidInputError(
                 f"{type(model).__name__} has no output embeddings. Pass a causal language model."
             )
         bias = getattr(layer, "bias", None)
-        scale, softcap = logit_transform(model.config.to_dict())
+        config = model.config.to_dict()
+        vocabulary, special = {}, special_ids(config)
+        if tokenizer is not None:
+            vocabulary = tokenizer.get_vocab()
+            special |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        scale, softcap = logit_transform(config)
         bias = None if bias is None else bias.detach()
+        excluded = unsuitable_tokens(vocabulary, special)
         return cls(layer.weight.detach(), bias, scale, softcap, excluded)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -113,6 +125,13 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
     raise InvalidInputError(
         f"{name} in the config of the LM is {value!r}, but a number was expected."
     )
+
+
+def special_ids(config: Mapping[str, Any]) -> set[int]:
+    """Return the tokens that begin, end and pad texts, from the `config.json` of a model."""
+    ids = [config.get(f"{role}_token_id") for role in ("bos", "eos", "pad")]
+    flat = [token for entry in ids for token in (entry if isinstance(entry, list) else [entry])]
+    return {token for token in flat if token is not None}
 
 
 def unsuitable_tokens(vocabulary: Mapping[str, int], special: set[int]) -> frozenset[int]:

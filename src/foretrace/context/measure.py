@@ -9,7 +9,6 @@ from foretrace.errors import InvalidInputError
 
 NUM_STATES = 64
 SPREAD = 5.0  # the standard deviation of logits of synthetic states
-LARGEST_ERROR = 0.05
 
 
 def synthetic_errors(probe: Probe) -> dict[str, float]:
@@ -18,7 +17,7 @@ def synthetic_errors(probe: Probe) -> dict[str, float]:
     states = torch.randn(NUM_STATES, len(probe.inverse), generator=generator)
     rows = probe.rows.float()
     scale, softcap = probe.config.scale, probe.config.softcap
-    states = states * SPREAD / abs(scale) / (states @ rows.T).std()
+    states = states * SPREAD / scale / (states @ rows.T).std()
     head = Head(rows, probe.bias, scale, softcap)
     logits = torch.zeros(NUM_STATES, probe.vocab_size)
     logits[:, probe.tokens] = head.logits(states)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.context.head import Head, logit_transform, unsuitable_tokens
+from foretrace.context.head import Head, logit_transform, special_ids, unsuitable_tokens
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.gguf import is_gguf
 
@@ -98,11 +98,8 @@ def _excluded(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     vocabulary = content.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # of (token, score), as Unigram has them
         vocabulary = {entry[0]: token for token, entry in enumerate(vocabulary)}
-    special = {added["id"] for added in content.get("added_tokens", [])}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = config.get(name)
-        special.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return unsuitable_tokens(vocabulary, special)
+    added = {token["id"] for token in content.get("added_tokens", [])}
+    return unsuitable_tokens(vocabulary, added | special_ids(config))
 
 
 def _from_gguf(file: Path) -> Head:

@@ -64,26 +64,32 @@ def read(path: Path) -> tuple[dict[str, Tensor], ProbeConfig]:
     tensors, metadata = _io.read_tensors(path)
     config = _read_header(metadata.get(HEADER_KEY, ""), path)
     none = torch.zeros(0, 0)
-    width, size = (
-        tensors.get("inverse", none).shape[:1].numel(),
-        tensors.get("tokens", none).numel(),
-    )
+    width = tensors.get("rows", none).shape[-1:].numel()
+    size = tensors.get("tokens", none).numel()
     shapes = {
         "tokens": (size,),
         "inverse": (width, size),
         "checks": (*tensors.get("checks", none).shape[:1], size),
         "rows": (size, width),
         "bias": (size,),
-        "features": tuple(tensors.get("features", none).shape[:2]),
+        "features": (*tensors.get("features", none).shape, 0, 0)[:2],
     }
     checked = {name: _io.take_tensor(tensors, name, shape, path) for name, shape in shapes.items()}
-    wrong = [name for name, tensor in checked.items() if tensor.dtype not in TYPES[name]]
+    for name, tensor in checked.items():
+        if tensor.dtype not in TYPES[name]:
+            raise _damaged(path, f"tensor '{name}' has type {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise _damaged(path, f"tensor '{name}' has values that are not finite")
     tokens = checked["tokens"] = checked["tokens"].long()
-    ascending = bool((tokens.diff() > 0).all()) and bool((tokens >= 0).all())
-    if wrong or not ascending or not size or tokens[-1] >= len(checked["features"]):
-        problem = f"tensor '{(wrong or ['tokens'])[0]}' has the wrong type or values"
-        raise InvalidFileError(f"{path} is damaged ({problem}). Make it again.")
+    if not size or tokens[0] < 0 or tokens[-1] >= shapes["features"][0]:
+        raise _damaged(path, "its tokens are outside the vocabulary")
+    if not bool((tokens.diff() > 0).all()):
+        raise _damaged(path, "its tokens are not ascending")
     return checked, config
+
+
+def _damaged(path: Path, problem: str) -> InvalidFileError:
+    return InvalidFileError(f"{path} is damaged ({problem}). Make it again.")
 
 
 def _read_header(header: str, path: Path) -> ProbeConfig:
@@ -100,4 +106,12 @@ def _read_header(header: str, path: Path) -> ProbeConfig:
             f"{FORMAT_VERSION}. Upgrade foretrace, or make the probe again."
         )
     names = {entry.name for entry in fields(ProbeConfig)}
-    return ProbeConfig(**{key: value for key, value in content.items() if key in names})
+    config = ProbeConfig(**{key: value for key, value in content.items() if key in names})
+    factors = [config.scale, 1.0 if config.softcap is None else config.softcap]
+    if not all(map(_is_positive, factors)):
+        raise _damaged(path, "the scale or the cap of logits is no number above zero")
+    return config
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
