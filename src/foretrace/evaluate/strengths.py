@@ -23,8 +23,8 @@ from foretrace.evaluate.preparation import (
 )
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
 from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.lookahead.strengths import HMMPrices
 from foretrace.steering import CompiledGoal, Compiler, Goal
-from foretrace.steering.strengths import HMMPrices
 
 NUM_PROMPTS, COPIES = 32, 4
 TOKENS = 128  # of the copies of a prompt together: long texts need fewer copies

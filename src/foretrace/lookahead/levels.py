@@ -9,6 +9,7 @@ from math import exp, log
 
 BUDGETS: Mapping[str, float] = {"mild": 0.02, "medium": 0.06, "strong": 0.15}  # nats per token
 DEFAULT_LEVEL = "medium"
+MAX_REWARD_PRICE = 1.0  # nats per step: several times the price of the strongest level
 MIN_STRENGTH, MAX_STRENGTH = 0.01, 100.0
 START = 2.0  # the first strength to try
 TOLERANCE = 0.05  # of the price, relative

@@ -13,9 +13,9 @@ from foretrace.attribute import Attribute, LogitAffine
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.lookahead import Lookahead
+from foretrace.lookahead.strengths import LevelStrengths
 from foretrace.steering.goal import IDENTITY, CompiledGoal, Factor, Goal
 from foretrace.steering.markers import CompiledMarker, Marker, Window
-from foretrace.steering.strengths import LevelStrengths
 from foretrace.vocabulary import require_same_fingerprint
 
 DEFAULT_MEMORY = 1 << 30

@@ -9,13 +9,12 @@ from foretrace.attribute import Attribute, LogitAffine
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.kernels import EapKind
-from foretrace.lookahead.levels import DEFAULT_LEVEL
+from foretrace.lookahead.levels import DEFAULT_LEVEL, MAX_REWARD_PRICE
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering.markers import Marker, Window, require_window
 
 IDENTITY = LogitAffine()
 WHOLE_TEXT = Window()
-MAX_REWARD_PRICE = 1.0  # nats per step: several times the price of the strongest level
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from foretrace.engines.transformers.batch import LMBatch, cut_at_end
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.lookahead.strengths import HMMPrices
 from foretrace.steering import CompiledGoal, Compiler, Goal, Request, Steering
-from foretrace.steering.strengths import HMMPrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, TOLERANCE
+from foretrace.lookahead.strengths import HMMPrices, LevelStrengths
 from foretrace.steering import Compiler, Goal
-from foretrace.steering.strengths import HMMPrices, LevelStrengths
 
 VOCAB = 12
 LEVELS = {"mild": 0.3, "medium": 0.6}

@@ -17,9 +17,8 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, inference
-from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.lookahead.levels import BUDGETS, MAX_REWARD_PRICE, find_strength
 from foretrace.lookahead.lookahead import log_weights_of
-from foretrace.steering.goal import MAX_REWARD_PRICE
 
 logger = logging.getLogger(__name__)
 
