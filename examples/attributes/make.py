@@ -72,7 +72,7 @@ class Maker:
             self.model,
             self.tokenizer,
             self.hmm,
-            self.fit(name, source, self.hmm.token_frequencies()),
+            self.fit(name, source, frequencies=None),
             prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
             texts=texts,
             scores=scores,
