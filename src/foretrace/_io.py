@@ -203,6 +203,18 @@ def read_tensors(
     return tensors, metadata
 
 
+def parse_header(header: str, problem: str) -> tuple[Any, dict[str, Any]]:
+    """Return the format version and the other content of a JSON header.
+
+    Raise InvalidFileError with `problem` if it is no such header.
+    """
+    try:
+        content: dict[str, Any] = json.loads(header)
+        return content.pop("format_version"), content
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InvalidFileError(problem) from None
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; explain the error if it is missing or damaged."""

@@ -1,10 +1,9 @@
 """Read and write attributes: one safetensors file, with the config in its header."""
 
 import hashlib
-import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,13 +171,10 @@ def _damaged(path: Path, problem: InvalidInputError | str) -> InvalidFileError:
 
 def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
     """Return the format version and the config from the JSON header."""
-    try:
-        content: dict[str, Any] = json.loads(header)
-        version = content.pop("format_version")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidFileError(
-            f"{path} is not an attribute. Pass a file that `foretrace fit` or Attribute.save wrote."
-        ) from None
+    version, content = _io.parse_header(
+        header,
+        f"{path} is not an attribute. Pass a file that `foretrace fit` or Attribute.save wrote.",
+    )
     if version not in VERSIONS:
         shown = version if isinstance(version, int) else f"of type {type(version).__name__}"
         raise InvalidFileError(

@@ -1,10 +1,8 @@
 """Read and write probes: one safetensors file, with the config in its header."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,13 +91,9 @@ def _damaged(path: Path, problem: str) -> InvalidFileError:
 
 
 def _read_header(header: str, path: Path) -> ProbeConfig:
-    try:
-        content: dict[str, Any] = json.loads(header)
-        version = content.pop("format_version")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidFileError(
-            f"{path} is not a probe. Pass a file that `foretrace probe` or Probe.save wrote."
-        ) from None
+    version, content = _io.parse_header(
+        header, f"{path} is not a probe. Pass a file that `foretrace probe` or Probe.save wrote."
+    )
     if version != FORMAT_VERSION:
         raise InvalidFileError(
             f"{path} has format version {version!r}, but this foretrace reads version "

@@ -1,13 +1,11 @@
 """Calibration with a language model: levels whose price is that of the samples."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers.calibration import (
@@ -25,13 +23,6 @@ from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
 ENDS = [0]
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_lm: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_lm)
-    loaded.eval()
-    return loaded
 
 
 @pytest.fixture(scope="module")

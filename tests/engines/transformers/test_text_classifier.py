@@ -18,13 +18,6 @@ from tiny_lm import WORDS, word_tokenizer
 TOKENIZER = word_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def model(tiny_lm: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_lm)
-    loaded.eval()
-    return loaded
-
-
 def written(words: list[str], count: int, seed: int) -> list[str]:
     """Texts of 5 to 30 words."""
     source = random.Random(seed)

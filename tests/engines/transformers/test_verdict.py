@@ -2,14 +2,13 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers.verdict import calibrate_and_report, measure_report
@@ -20,13 +19,6 @@ from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
 TOKENIZER = word_tokenizer()
 EVEN = [float(number % 2 == 0) for number in range(len(WORDS))]  # of tokens
-
-
-@pytest.fixture(scope="module")
-def model(tiny_lm: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_lm)
-    loaded.eval()
-    return loaded
 
 
 @pytest.fixture(scope="module")

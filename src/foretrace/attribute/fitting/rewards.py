@@ -47,8 +47,7 @@ def fit_evidence(
     evidence = _evidence(float(fitted.biases[0]), tokens, fitted.rewards[:, 0])
     predicted = _predict(evidence, held_out.counts)
     candidate = make_candidate(evidence, predicted, transform, examples, held_out, config)
-    candidate.record["price_aware"] = frequencies is not None
-    return candidate
+    return candidate.with_facts(price_aware=frequencies is not None)
 
 
 def fit_labels(
@@ -78,10 +77,10 @@ def fit_labels(
         evidence = _evidence(float(biases[number]), tokens, rewards[:, number])
         predicted = _predict(evidence, held_out.counts)
         fitted_to, measured_on = (one.scored_by_label(number) for one in (examples, held_out))
-        candidates.append(
-            make_candidate(evidence, predicted, LogitAffine(), fitted_to, measured_on, config)
+        candidate = make_candidate(
+            evidence, predicted, LogitAffine(), fitted_to, measured_on, config
         )
-        candidates[-1].record["price_aware"] = frequencies is not None
+        candidates.append(candidate.with_facts(price_aware=frequencies is not None))
     return candidates
 
 
