@@ -386,7 +386,7 @@ def test_a_conjunction_with_evidence_is_the_product_of_probabilities() -> None:
 def test_a_disjunction_with_evidence_is_refused() -> None:
     product = Attribute.from_weights([1.0, 0.5, 0.9, 1.0])
     for left, right in ((kind(), product), (product, kind()), (kind(), kind())):
-        with pytest.raises(InvalidInputError, match="kind is evidence"):
+        with pytest.raises(InvalidInputError, match="kind has rewards"):
             _ = left | right
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretrace.attribute import Attribute, AttributeConfig, AttributeStore
+from foretrace.attribute import Attribute, AttributeConfig, AttributeStore, ContextReward
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError, TokenizerMismatchError
 
@@ -37,6 +37,20 @@ def test_a_saved_attribute_is_loaded_unchanged(tmp_path: Path) -> None:
         assert torch.equal(loaded.probability(TEXTS), attribute.probability(TEXTS))
         once = [[one.first_only for one in each.evidence] for each in (loaded, attribute)]
         assert once[0] == once[1]
+        assert loaded.checksum == attribute.checksum
+
+
+def test_only_files_with_a_context_reward_have_the_version_that_adds_it(tmp_path: Path) -> None:
+    rank, width = 16, 576
+    reward = ContextReward(torch.randn(rank, width + 1), torch.randn(rank, width), "sha256:head")
+    kind = Attribute.from_rewards([0.5, 0.0])
+    versions = []
+    for attribute in (some(), kind, kind.with_context(reward)):
+        attribute.save(tmp_path / "file")
+        content = (tmp_path / "file").read_bytes()
+        versions.append(content.split(b'\\"format_version\\": ')[1][:1])
+    assert versions == [b"1", b"3", b"4"]
+    assert len(content) < 100_000
 
 
 def many() -> list[Attribute]:
@@ -48,6 +62,11 @@ def many() -> list[Attribute]:
     )
     ab, abc = (Attribute.contains(text, [b"a", b"b", b"c", b"ab"]) for text in ("ab", "abc"))
     single = [some(), ~some(), other, tokens, kind, every, ~kind, kind**2, ab, ~ab, abc]
+    reward = ContextReward(torch.ones(2, 4), torch.tensor([[1.0, 2.0, 3.0]] * 2), "sha256:head")
+    of_other_lm, moody = replace(reward, fingerprint="sha256:other"), kind.with_context(reward)
+    single += [moody, ~moody, moody**2, moody & ab, kind.with_context(of_other_lm)]
+    single += [kind.with_context(replace(reward, readers=torch.zeros(2, 4)))]
+    single += [Attribute(Terms.one(), context=reward)]
     return [*single, some() | other, some() & ab, some() & kind, kind & kind, kind & kind**2]
 
 
@@ -123,6 +142,15 @@ def evidence(**changed: Tensor | None) -> dict[str, Tensor | None]:
     }
 
 
+def context(**changed: Tensor | None) -> dict[str, Tensor | None]:
+    """Return the tensors of a context reward of rank 2, with some replaced."""
+    return {
+        "context_readers": torch.ones(2, 4),
+        "context_writers": torch.ones(2, 3),
+        **{f"context_{name}": tensor for name, tensor in changed.items()},
+    }
+
+
 def automaton(weights: Any = ((0.0, 1.0),), **changed: Any) -> dict[str, Tensor | None]:
     """Return the tensors of an automaton that moves to its last state at token 1."""
     states = len(weights[0])
@@ -165,6 +193,13 @@ FLOAT8 = torch.float8_e4m3fn
         evidence(rewards=torch.tensor([0.5, 1.0])),
         evidence(rewards=torch.tensor([1, 2, 3])),
         *(evidence(**{name: None}) for name in ("bias", "once", "sizes", "tokens", "rewards")),
+        context(readers=None),
+        context(writers=None),
+        context(readers=torch.ones(2, 3)),
+        context(readers=torch.ones(2, 4, dtype=torch.int32)),
+        context(writers=torch.full((2, 3), NAN)),
+        context(writers=torch.ones(3)),
+        context(readers=torch.ones(0, 4), writers=torch.ones(0, 3)),
         automaton(tokens=None),
         automaton(moves=torch.full((2, 1), 2, dtype=torch.int32)),
         *(
@@ -198,7 +233,9 @@ FLOAT8 = torch.float8_e4m3fn
 )
 def test_damaged_tensors_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     version = 3 if "evidence_once" in changed else 2 if "finals" in changed else 1
-    write_file(tmp_path / "file", changed, {"format_version": version})
+    version = 4 if "context_writers" in changed else version
+    header = {"format_version": version, "context_fingerprint": "sha256:head"}
+    write_file(tmp_path / "file", changed, header)
     with pytest.raises(InvalidFileError, match="file"):
         Attribute.load(tmp_path / "file")
 
@@ -243,12 +280,20 @@ def test_terms_that_are_not_a_probability_are_refused(
         *itertools.product(["name"], [7, None, ["a"], "\ud800"]),
         *itertools.product(["tokenizer_fingerprint"], [7, {}]),
         *itertools.product(["fit"], [[], "text", None]),
-        ("format_version", 4),
+        ("format_version", 5),
     ],
 )
 def test_invalid_values_in_the_header_are_refused(tmp_path: Path, key: str, value: object) -> None:
     write_file(tmp_path / "file", header={key: value})
     with pytest.raises(InvalidFileError, match=f"file.*{key.replace('_', '.')}"):
+        Attribute.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("fingerprint", [None, 7, ""])
+def test_a_context_reward_without_its_lm_is_refused(tmp_path: Path, fingerprint: object) -> None:
+    header = {"format_version": 4, "context_fingerprint": fingerprint}
+    write_file(tmp_path / "file", context(), header)
+    with pytest.raises(InvalidFileError, match="fingerprint of the LM's head"):
         Attribute.load(tmp_path / "file")
 
 

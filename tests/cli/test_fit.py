@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
-from foretrace.attribute import Attribute, AttributeStore
+from foretrace.attribute import Attribute, AttributeStore, ContextReward
 from forked import Run
 from tiny_lm import WORDS, word_tokenizer, write_tiny_lm
 
@@ -98,6 +99,10 @@ def test_evidence_is_fitted_and_shown_without_kept_words(
     assert "+" in lines[header + 1]
     assert len(lines) == header + 4
     assert "tokens with reward" in shown
+    context = ContextReward(torch.ones(2, 5), torch.ones(2, 4), "sha256:0123456789abcdef")
+    attribute.with_context(context).save(out)
+    shown = " ".join(run("attribute", "show", out).out.split())
+    assert "context reward rank 2, 4 dimensions, for the LM whose head is sha256:01234567" in shown
 
 
 def test_group_terms_among_the_strongest_tokens_are_a_warning(run: Run, tmp_path: Path) -> None:

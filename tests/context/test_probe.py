@@ -146,6 +146,23 @@ def test_features_are_white() -> None:
     torch.testing.assert_close(few.features, probe.features[:, :4])
 
 
+def test_writers_become_coefficients_of_features() -> None:
+    head = Head.of_model(tiny_lm("tied"))
+    writers = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    wanted = (head.weight - head.weight.mean(0)) @ writers.T
+    for count in (32, 8):
+        probe = Probe.build(head, features=count)
+        features = probe.features.float()
+        found = features @ probe.project(writers).T
+        if count < 32:
+            best = torch.linalg.lstsq(features, wanted).solution
+            torch.testing.assert_close(probe.project(writers).T, best, atol=5e-3, rtol=5e-3)
+            writers = (writers @ probe.basis) @ probe.basis.T  # in the span of the basis
+            wanted = (head.weight - head.weight.mean(0)) @ writers.T
+            found = features @ probe.project(writers).T
+        torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
+
+
 def test_saved_probes_read_the_same(lm: Any, probe: Probe, tmp_path: Path) -> None:
     file = tmp_path / "folder" / "probe.safetensors"
     probe.with_errors(synthetic_errors(probe)).save(file)
@@ -189,6 +206,7 @@ def damaged_probes(probe: Probe) -> dict[str, Probe]:
         "tensor 'bias' has shape": replace(probe, bias=probe.bias[:-1]),
         "tensor 'features' has shape": replace(probe, features=probe.features[0]),
         "tensor 'features' has type": replace(probe, features=probe.features.float()),
+        "tensor 'basis' has shape": replace(probe, basis=probe.basis[:, 1:]),
         "not finite": replace(probe, inverse=lost),
         "outside the vocabulary": replace(probe, tokens=high),
         "not ascending": replace(probe, tokens=probe.tokens.roll(1)),

@@ -7,7 +7,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from foretrace.attribute import Attribute
+from foretrace.attribute import Attribute, ContextReward
+from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, TOLERANCE
@@ -28,6 +29,12 @@ def hmm() -> HMM:
 def calibrated(attribute: Attribute, factor: float = 1.0) -> Attribute:
     levels = {name: factor * strength for name, strength in LEVELS.items()}
     return replace(attribute, config=replace(attribute.config, levels=levels))
+
+
+def by_context(seed: int) -> Attribute:
+    readers = torch.randn(1, 3, generator=torch.Generator().manual_seed(seed))
+    context = ContextReward(readers, torch.ones(1, 2), "sha256:head")
+    return Attribute(Terms.one(), context=context).renamed("moody")
 
 
 POLITE = Attribute.from_weights(torch.linspace(0.5, 1.0, VOCAB), name="polite")
@@ -120,6 +127,15 @@ def test_a_composition_costs_as_much_as_one_of_its_parts(
     expected = fmean(prices.price(part, part.config.levels[level]) for part in parts)
     assert prices.price(merged) == pytest.approx(expected, rel=2 * TOLERANCE)
     assert not caplog.messages
+
+
+def test_the_hmm_does_not_price_context_rewards(hmm: HMM) -> None:
+    moody, other = calibrated(by_context(0)), by_context(1)
+    assert strengths(hmm, moody) == ["moody ** 0.6"]
+    assert strengths(hmm, ~moody) == ["~moody ** 0.6"]
+    assert strengths(hmm, kind & moody) == ["kind ** 0.424264", "moody ** 0.424264"]
+    with pytest.raises(InvalidInputError, match=r"not calibrated.*does not know its price"):
+        strengths(hmm, other)
 
 
 def test_goals_at_a_level_share_its_budget(hmm: HMM) -> None:

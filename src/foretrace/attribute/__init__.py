@@ -2,6 +2,7 @@
 
 from foretrace.attribute.attribute import Attribute, TokenEffect
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.context import ContextReward
 from foretrace.attribute.expression import Expression, as_expression, parse
 from foretrace.attribute.fitting.candidate import FitConfig
 from foretrace.attribute.fitting.examples import Windows, tokenize
@@ -15,6 +16,7 @@ __all__ = [
     "AttributeConfig",
     "AttributeReport",
     "AttributeStore",
+    "ContextReward",
     "Expression",
     "FitConfig",
     "LogitAffine",

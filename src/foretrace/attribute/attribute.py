@@ -16,6 +16,7 @@ from torch import Tensor
 from foretrace.attribute import storage
 from foretrace.attribute.automaton import WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.context import ContextReward
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Array, Examples, token_counts
@@ -57,6 +58,10 @@ class Attribute:
     given the text: `a & a` is a squared, and `a & ~a` is a * (1 - a), not 0. Evidence cannot be an
     operand of `|`, because its sum with another classifier is no product.
 
+    A context reward adds to the rewards of evidence what a token means in its context, which only
+    the LM knows. Steering applies it, and needs a probe of the LM. `&`, `~` and `**` apply to it as
+    to evidence.
+
     `fit`, `fit_each`, `from_weights`, `from_rewards`, `contains` and `load` make attributes, which
     are immutable.
 
@@ -64,6 +69,7 @@ class Attribute:
         terms: The coefficients c_k and the log-weights log w_k.
         config: The name, the vocabulary, the record of the fit and the strength of each level.
         evidence: The evidence of each operand that has some.
+        context: The sum of the operands' context rewards; None if there are none.
 
     Example:
         >>> polite = ft.Attribute.from_weights([1.0, 0.5, 0.9], name="polite")
@@ -76,6 +82,7 @@ class Attribute:
     terms: Terms
     config: AttributeConfig = field(default_factory=AttributeConfig)
     evidence: tuple[Evidence, ...] = ()
+    context: ContextReward | None = None
     _negation: "Attribute | None" = field(default=None, init=False, repr=False)
     _factors: tuple["Attribute", ...] = field(default=(), init=False, repr=False)
 
@@ -352,7 +359,9 @@ class Attribute:
 
     @cached_property
     def checksum(self) -> str:
-        """The SHA-256 of what steering depends on: terms, automaton and evidence, in hexadecimal.
+        """The SHA-256 of what steering depends on, in hexadecimal.
+
+        This is terms, automaton, evidence and context reward.
 
         Attributes with equal content have the same checksum, in every process and after `save` and
         `load`. The name, the vocabulary and the record of the fit do not count. It is computed when
@@ -362,7 +371,7 @@ class Attribute:
             >>> attribute.renamed("friendly").checksum == attribute.checksum
             True
         """
-        return storage.checksum(storage.Stored(self.terms, self.config, self.evidence))
+        return storage.checksum(self._stored)
 
     def renamed(self, name: str) -> "Attribute":
         """Return the same attribute under another name.
@@ -377,7 +386,30 @@ class Attribute:
             >>> attribute.renamed("friendly").name
             'friendly'
         """
-        return Attribute(self.terms, replace(self.config, name=name), self.evidence)
+        return replace(self, config=replace(self.config, name=name))
+
+    def with_context(self, context: ContextReward | None) -> "Attribute":
+        """Return the attribute with another context reward.
+
+        Args:
+            context: The context reward; None to remove it.
+
+        Returns:
+            The attribute, without levels and report: they were measured with other rewards.
+
+        Example:
+            >>> from foretrace.attribute import ContextReward
+            >>> reward = ContextReward(torch.ones(1, 3), torch.ones(1, 2), "sha256:0")
+            >>> (~ft.Attribute.from_rewards([1.0, 0.0]).with_context(reward)).context.writers
+            tensor([[-1., -1.]])
+        """
+        measured = ("calibration", "report")
+        fit = {name: value for name, value in self.config.fit.items() if name not in measured}
+        return replace(self, config=replace(self.config, fit=fit, levels={}), context=context)
+
+    @property
+    def _stored(self) -> storage.Stored:
+        return storage.Stored(self.terms, self.config, self.evidence, self.context)
 
     def __and__(self, other: "Attribute") -> "Attribute":
         """Return the conjunction: the product of both probabilities."""
@@ -387,7 +419,9 @@ class Attribute:
         for operand, rest in ((self, other), (other, self)):
             if not rest.has_weights:  # a constraint has no strength: the operand's levels hold
                 config = replace(config, levels=operand.config.levels)
-        product = Attribute(self.terms.times(other.terms), config, self.evidence + other.evidence)
+        context = other.context if self.context is None else self.context.joined(other.context)
+        evidence = self.evidence + other.evidence
+        product = Attribute(self.terms.times(other.terms), config, evidence, context)
         object.__setattr__(product, "_factors", (*self.factors, *other.factors))
         return product
 
@@ -409,9 +443,9 @@ class Attribute:
         if not isinstance(other, Attribute):
             return NotImplemented
         for operand in (self, other):
-            if operand.evidence:
+            if operand.has_rewards:
                 raise InvalidInputError(
-                    f"{operand.name} is evidence, which | cannot combine: a + b - a * b of it is "
+                    f"{operand.name} has rewards, which | cannot combine: a + b - a * b of them is "
                     f"no sum of products of token weights. Use &, or fit both as one attribute."
                 )
         config = self.config.combined("|", other.config)
@@ -422,30 +456,41 @@ class Attribute:
         if self._negation is not None:
             return self._negation
         terms, evidence = self.terms, tuple(one.negated() for one in self.evidence)
-        if not evidence:
+        context = None if self.context is None else self.context.scaled(-1.0)
+        if not self.has_rewards:
             terms = terms.negated()
         elif not self.is_evidence:
             raise InvalidInputError(
-                f"{self.name} is a conjunction with evidence, and its negation is no sum of "
+                f"{self.name} is a conjunction with rewards, and its negation is no sum of "
                 f"products. Negate single attributes: ~a & ~b."
             )
         config = replace(self.config, name=f"~{self.name}", fit={}, levels={})
-        negation = Attribute(terms, config, evidence)
+        negation = Attribute(terms, config, evidence, context)
         for one, other in ((self, negation), (negation, self)):
             object.__setattr__(one, "_negation", other)  # a cache: no value changes
         return negation
 
     @property
     def has_weights(self) -> bool:
-        """Whether token weights or evidence decide, and not a constraint alone."""
+        """Whether token weights or rewards decide, and not a constraint alone."""
+        return self.has_words or self.context is not None
+
+    @property
+    def has_words(self) -> bool:
+        """Whether tokens have weights or rewards that do not depend on the context."""
         return bool(len(self.terms.tokens)) or bool(self.evidence)
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether there is evidence or a context reward."""
+        return bool(self.evidence) or self.context is not None
+
+    @property
     def is_evidence(self) -> bool:
-        """Whether the attribute is evidence alone, so that its negation is evidence."""
+        """Whether the attribute is rewards of one classifier, so that its negation is, too."""
         terms = self.terms
         weighted = bool(len(terms.tokens)) or terms.automaton is not None or not terms.is_product
-        return len(self.evidence) == 1 and not weighted
+        return self.has_rewards and len(self.evidence) <= 1 and not weighted
 
     @property
     def is_never_true(self) -> bool:
@@ -489,10 +534,13 @@ class Attribute:
             )
         config = replace(self.config, name=f"{self.name} ** {exponent:g}", fit={}, levels={})
         evidence = tuple(one.scaled(exponent) for one in self.evidence)
-        return Attribute(self.terms.power(exponent), config, evidence)
+        context = None if self.context is None else self.context.scaled(exponent)
+        return Attribute(self.terms.power(exponent), config, evidence, context)
 
     def probability(self, tokens: Text | Texts, mask: Mask | None = None) -> Tensor:
-        """Compute p(s | x) of one text or of several.
+        """Compute p(s | x) of one text or of several, by their words.
+
+        A context reward does not count: it depends on what the LM makes of the text.
 
         Args:
             tokens: The token ids of one text (T,) or of several (n, T), as lists, arrays or
@@ -558,7 +606,7 @@ class Attribute:
         Example:
             >>> attribute.save(folder / "nontoxic.safetensors")
         """
-        storage.write(Path(path), storage.Stored(self.terms, self.config, self.evidence))
+        storage.write(Path(path), self._stored)
 
     @classmethod
     def load(
@@ -582,11 +630,12 @@ class Attribute:
             >>> ft.Attribute.load(folder / "nontoxic.safetensors").name
             'nontoxic'
         """
-        terms, config, evidence = storage.read(Path(path))
+        stored = storage.read(Path(path))
+        config = stored.config
         require_same_fingerprint(
             f"The attribute '{config.name}'", config.tokenizer_fingerprint, tokenizer_fingerprint
         )
-        return cls(terms, config, evidence)
+        return cls(*stored)
 
 
 def _checked_frequencies(frequencies: Tensor | None, vocab_size: int) -> Array | None:

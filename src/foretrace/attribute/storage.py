@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,15 @@ from torch import Tensor
 from foretrace import _io
 from foretrace.attribute.automaton import DFA, WeightedAutomaton
 from foretrace.attribute.config import AttributeConfig
+from foretrace.attribute.context import ContextReward
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError
 
-# Version 2 adds the automaton, version 3 evidence. A reader of an earlier version would ignore
-# them, and must refuse the file.
-PLAIN, WITH_AUTOMATON, WITH_EVIDENCE = VERSIONS = 1, 2, 3
-HEADER_KEY = "foretrace_attribute"
+# Version 2 adds the automaton, version 3 evidence, version 4 the context reward. A reader of an
+# earlier version would ignore them, and must refuse the file.
+PLAIN, WITH_AUTOMATON, WITH_EVIDENCE, WITH_CONTEXT = VERSIONS = 1, 2, 3, 4
+HEADER_KEY, CONTEXT_KEY = "foretrace_attribute", "context_fingerprint"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -29,6 +30,7 @@ class Stored(NamedTuple):
     terms: Terms
     config: AttributeConfig
     evidence: tuple[Evidence, ...] = ()
+    context: ContextReward | None = None
 
 
 def write(path: Path, stored: Stored) -> None:
@@ -36,15 +38,17 @@ def write(path: Path, stored: Stored) -> None:
     version = PLAIN if stored.terms.automaton is None else WITH_AUTOMATON
     version = WITH_EVIDENCE if stored.evidence else version
     header = {"format_version": version, **vars(stored.config)}
+    if stored.context is not None:
+        header |= {"format_version": WITH_CONTEXT, CONTEXT_KEY: stored.context.fingerprint}
     _io.write_tensors(path, _tensors(stored), {HEADER_KEY: _io.to_json(path, header)})
 
 
 def checksum(stored: Stored) -> str:
-    """Return the SHA-256 of the tensors, in hexadecimal; the config does not count.
+    """Return the SHA-256 of the tensors and of the context reward's LM; the config does not count.
 
     Numbers are hashed as float64 or int64, so that only their values count and not their types.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"" if stored.context is None else stored.context.fingerprint.encode())
     for name, tensor in sorted(_tensors(stored).items()):
         wide = tensor.double() if tensor.is_floating_point() else tensor.long()
         values = (wide + 0).numpy()  # -0.0 becomes 0.0
@@ -55,7 +59,7 @@ def checksum(stored: Stored) -> str:
 
 def _tensors(stored: Stored) -> dict[str, Tensor]:
     """Return the tensors of the file, by name."""
-    terms, _, evidence = stored
+    terms, _, evidence, context = stored
     tensors = {
         "coefficients": terms.coefficients,
         "tokens": terms.tokens,
@@ -77,6 +81,8 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
             "evidence_tokens": torch.cat([one.tokens for one in evidence]),
             "evidence_rewards": torch.cat([one.rewards for one in evidence]),
         }
+    if context is not None:
+        tensors |= {"context_readers": context.readers, "context_writers": context.writers}
     return tensors
 
 
@@ -87,7 +93,7 @@ def read(path: Path) -> Stored:
             f"There is no file {path}. Pass a file that `foretrace fit` or Attribute.save wrote."
         )
     tensors, metadata = _io.read_tensors(path)
-    version, config = _read_header(metadata.get(HEADER_KEY, ""), path)
+    version, config, fingerprint = _read_header(metadata.get(HEADER_KEY, ""), path)
     none = torch.zeros(0)
     shape = tensors.get("coefficients", none).numel(), tensors.get("tokens", none).numel()
     has_automaton = version == WITH_AUTOMATON or "automaton_tokens" in tensors
@@ -100,10 +106,19 @@ def read(path: Path) -> Stored:
             _automaton(tensors, shape[0], path) if has_automaton else None,
         )
         terms.check_probability()
-        evidence = _evidence(tensors, path) if version == WITH_EVIDENCE else ()
+        has_evidence = version == WITH_EVIDENCE or "evidence_bias" in tensors
+        evidence = _evidence(tensors, path) if has_evidence else ()
+        context = _context(tensors, fingerprint, path) if version == WITH_CONTEXT else None
     except InvalidInputError as error:
         raise _damaged(path, error) from error
-    return Stored(terms, config, evidence)
+    return Stored(terms, config, evidence, context)
+
+
+def _context(tensors: dict[str, Tensor], fingerprint: Any, path: Path) -> ContextReward:
+    rank, width = (*tensors.get("context_writers", torch.zeros(0)).shape, 0, 0)[:2]
+    readers = _floats(tensors, "context_readers", (rank, width + 1), path).clone()
+    writers = _floats(tensors, "context_writers", (rank, width), path).clone()
+    return ContextReward(readers, writers, fingerprint)
 
 
 def _evidence(tensors: dict[str, Tensor], path: Path) -> tuple[Evidence, ...]:
@@ -169,8 +184,8 @@ def _damaged(path: Path, problem: InvalidInputError | str) -> InvalidFileError:
     return InvalidFileError(f"{path} is damaged ({problem}). Fit or copy it again.")
 
 
-def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
-    """Return the format version and the config from the JSON header."""
+def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig, Any]:
+    """Return the format version, the config, and the LM of a context reward."""
     version, content = _io.parse_header(
         header,
         f"{path} is not an attribute. Pass a file that `foretrace fit` or Attribute.save wrote.",
@@ -186,4 +201,4 @@ def _read_header(header: str, path: Path) -> tuple[int, AttributeConfig]:
         config = AttributeConfig(**{k: v for k, v in content.items() if k in field_names})
     except InvalidInputError as error:
         raise _damaged(path, error) from error
-    return version, config
+    return version, config, content.get(CONTEXT_KEY)

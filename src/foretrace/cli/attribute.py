@@ -67,6 +67,11 @@ def describe(
         table.add_row("tokens with weight", f"{len(attribute.terms.tokens):,}")
     for evidence in attribute.evidence:
         table.add_row("tokens with reward", f"{len(evidence.tokens):,}")
+    if (context := attribute.context) is not None:
+        head = f"for the LM whose head is {context.fingerprint[:15]}"
+        table.add_row(
+            "context reward", f"rank {len(context)}, {context.width:,} dimensions, {head}"
+        )
     for name, value in _fit_facts(attribute):
         table.add_row(name, Text(value))
     console = Console()

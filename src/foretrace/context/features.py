@@ -7,11 +7,12 @@ from foretrace.context.head import CHUNK, Head
 from foretrace.errors import InvalidInputError
 
 
-def token_features(head: Head, count: int) -> tuple[Tensor, float]:
-    """Return whitened features of all tokens, (V, k) float16, and the variance they keep.
+def token_features(head: Head, count: int) -> tuple[Tensor, Tensor, float]:
+    """Return whitened features of all tokens, (V, k) float16, their basis and the kept variance.
 
-    Every feature has mean 0 and variance 1, k is at most d, and the variance is a share of the
-    rows' total variance.
+    Every feature has mean 0 and variance 1, and k is at most d. The basis, (d, k) float32, has the
+    principal directions, each times the standard deviation along it. The kept variance is a share
+    of the rows' total variance.
     """
     vocab_size, width = head.weight.shape
     if count < 1:
@@ -25,8 +26,12 @@ def token_features(head: Head, count: int) -> tuple[Tensor, float]:
         covariance += centred.T @ centred
     variances, directions = torch.linalg.eigh(covariance / vocab_size)
     kept = float(variances[-count:].sum() / variances.sum())
-    top = directions[:, -count:].flip(1)
+    top, deviations = (
+        directions[:, -count:].flip(1),
+        variances[-count:].flip(0).clamp_min(1e-30).sqrt(),
+    )
     largest = top.gather(0, top.abs().argmax(0, keepdim=True))  # fixes the sign of a direction
-    scaled = (top * largest.sign() / variances[-count:].flip(0).clamp_min(1e-30).sqrt()).float()
+    top = top * largest.sign()
+    scaled = (top / deviations).float()
     parts = [((rows.float() - mean) @ scaled).half() for rows in torch.split(head.weight, CHUNK)]
-    return torch.cat(parts).cpu(), kept
+    return torch.cat(parts).cpu(), (top * deviations).float().cpu(), kept

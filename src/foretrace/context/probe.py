@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Probe:
         bias: The head's bias for these tokens, (m,), float32.
         features: The rows of W for all tokens, whitened, in their first k principal directions:
             (V, k), float16.
+        basis: These directions, each times the standard deviation of the rows along it: (d, k),
+            float32.
         config: What else is known of the head, and how well the probe reads it.
 
     Example:
@@ -66,6 +68,7 @@ class Probe:
     rows: Tensor
     bias: Tensor
     features: Tensor
+    basis: Tensor
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
     @classmethod
@@ -85,7 +88,7 @@ class Probe:
         rows = head.weight[tokens.to(head.weight.device)]
         bias = torch.zeros(len(tokens)) if head.bias is None else head.bias.cpu()[tokens].float()
         inverse, condition = _invert(rows)
-        table, kept = token_features(head, features)
+        table, basis, kept = token_features(head, features)
         config = ProbeConfig(
             fingerprint=head.fingerprint,
             source=source,
@@ -95,7 +98,7 @@ class Probe:
             variance_kept=kept,
         )
         checks = _checks(rows, inverse)
-        return cls(tokens, inverse.float(), checks, rows, bias, table, config).to("cpu")
+        return cls(tokens, inverse.float(), checks, rows, bias, table, basis, config).to("cpu")
 
     @property
     def vocab_size(self) -> int:
@@ -104,8 +107,10 @@ class Probe:
 
     def to(self, device: torch.device | str) -> "Probe":
         """Return the probe on another device."""
-        names = ("tokens", "inverse", "checks", "rows", "bias", "features")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors: dict[str, Any] = {
+            name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)
+        }
+        return replace(self, **tensors)
 
     def with_errors(self, errors: Mapping[str, float]) -> "Probe":
         """Return the probe with a record of its relative errors, by what it reads."""
@@ -146,6 +151,20 @@ class Probe:
                 part = values[odd], usable[odd], self.inverse, self.rows, tolerance[odd]
                 states[odd], readable[odd] = repair(*part)
         return Reading(torch.where(readable[:, None], states, 0.0), readable)
+
+    def project(self, writers: Tensor) -> Tensor:
+        """Return coefficients c of writers, so that c . features_x = writers . (W_x - mean of W).
+
+        This is exact for writers that are sums of the probe's principal directions, and otherwise
+        the best fit over all tokens.
+
+        Args:
+            writers: (r, d).
+
+        Returns:
+            (r, k) float32, on the device of the probe.
+        """
+        return writers.to(self.basis) @ self.basis
 
     def _undo(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return W h plus a constant a row, and which entries can be used; the others are zero."""

@@ -19,6 +19,7 @@ TYPES = {
     "rows": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "bias": (torch.float32,),
     "features": (torch.float16,),
+    "basis": (torch.float32,),
 }
 
 
@@ -71,6 +72,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], ProbeConfig]:
         "rows": (size, width),
         "bias": (size,),
         "features": (*tensors.get("features", none).shape, 0, 0)[:2],
+        "basis": (width, *tensors.get("features", none).shape[1:]),
     }
     checked = {name: _io.take_tensor(tensors, name, shape, path) for name, shape in shapes.items()}
     for name, tensor in checked.items():

@@ -292,5 +292,4 @@ class StrengthSearch:
 
 
 def _with_levels(attribute: Attribute, levels: Mapping[str, float]) -> Attribute:
-    config = replace(attribute.config, levels=dict(levels))
-    return Attribute(attribute.terms, config, attribute.evidence)
+    return replace(attribute, config=replace(attribute.config, levels=dict(levels)))

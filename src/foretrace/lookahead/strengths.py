@@ -43,8 +43,9 @@ class LevelStrengths:
 
         Each attribute has the same share of the strength that it would have alone. The share is
         such that by the HMM, the product costs the mean of what the attributes cost alone. It is
-        at most 1, also for attributes that contradict each other. Constraints and attributes
-        without powers have strength 1.
+        at most 1, also for attributes that contradict each other. The HMM does not know what a
+        context reward costs: if an attribute has nothing else, all of them count as independent.
+        Constraints and attributes without powers have strength 1.
 
         Raises:
             InvalidInputError: If there is no such level.
@@ -56,7 +57,12 @@ class LevelStrengths:
         if len(graded) < 2:
             return powers
         key = sorted(one.checksum for one in graded)
-        share = self._remembered(key, lambda: min(1.0, self._matched(reduce(and_, graded), graded)))
+        if all(one.has_words for one in graded):
+            share = self._remembered(
+                key, lambda: min(1.0, self._matched(reduce(and_, graded), graded))
+            )
+        else:  # the price is about proportional to the square of the strength
+            share = len(graded) ** -0.5
         return [
             one ** (share * strength) if _has_strength(one) else one
             for one, strength in zip(attributes, strengths, strict=True)
@@ -73,6 +79,8 @@ class LevelStrengths:
             return levels[level]
         opposite = ~attribute if attribute.is_evidence else attribute
         if level in opposite.config.levels:
+            if not attribute.has_words:
+                return opposite.config.levels[level]
             other = opposite ** opposite.config.levels[level]
             return self._remembered(
                 ["~", other.checksum], lambda: self._matched(attribute, [other])
@@ -88,6 +96,12 @@ class LevelStrengths:
 
     def _uncalibrated(self, attribute: Attribute, level: str) -> float:
         _require_level(level)
+        if not attribute.has_words:
+            raise InvalidInputError(
+                f"'{attribute.name}' rewards tokens by their context alone, and was not "
+                f"calibrated: the HMM does not know its price. Run `foretrace calibrate`, or give "
+                f"a strength."
+            )
         strength = HMMPrices(self.hmm).strength(attribute, BUDGETS[level])
         logger.warning(
             "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM "

@@ -13,7 +13,7 @@ from foretrace.engines.prompts import Goals, common_hmm
 from foretrace.engines.transformers.batch import LMBatch, cut_at_end
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
-from foretrace.lookahead.levels import BUDGETS, find_strength
+from foretrace.lookahead.levels import BUDGETS, START, find_strength
 from foretrace.lookahead.strengths import HMMPrices
 from foretrace.steering import CompiledGoal, Compiler, Goal, Request, Steering
 
@@ -77,7 +77,7 @@ def calibrate(
     Raises:
         InvalidInputError: If the attribute has no strength, or a budget is not above 0.
     """
-    if not attribute.has_power or not (len(attribute.terms.tokens) or attribute.evidence):
+    if not (attribute.has_power and attribute.has_weights):
         raise InvalidInputError(
             f"'{attribute.name}' has no strength to calibrate: it is no product of token weights "
             f"and no evidence."
@@ -92,7 +92,7 @@ def calibrate(
 
     known: dict[float, float] = {}
     middle = median_low(budgets.values())
-    start = HMMPrices(hmm).strength(attribute, middle)
+    start = HMMPrices(hmm).strength(attribute, middle) if attribute.has_words else START
     levels = {}
     for name, budget in sorted(budgets.items(), key=lambda item: abs(item[1] - middle)):
         strength = find_strength(price, budget, known, start=start, tolerance=TOLERANCE)
