@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import foretrace as ft
 from foretrace._tabular import read_rows
 from foretrace.attribute import tokenize
+from foretrace.engines.prompts import start_ids
 from foretrace.engines.transformers import calibration, encode_prompts
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.vocabulary import tokenizer_settings
@@ -73,7 +74,7 @@ def held_out_prompts(tokenizer: Any, lm: Any, hmm: ft.HMM, count: int) -> list[l
         rows = read_rows(Path(data) / "detox" / "train_prompts.jsonl.xz", ["prompt"])
         # The attributes of `examples/` were calibrated on the first ones.
         return encode_prompts(tokenizer, [row["prompt"] for row in rows[1000 : 1000 + count]])
-    start = calibration.start_token(tokenizer, hmm)
+    start = start_ids(tokenizer, hmm.config.eos_token_ids)
     return calibration.write_openings(lm, start, ends=END, count=count)
 
 

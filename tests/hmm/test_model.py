@@ -30,6 +30,17 @@ def test_the_end_of_text_state_is_absorbing() -> None:
     assert (texts[ended] == 4).all()
 
 
+def test_a_unigram_hmm_emits_tokens_at_their_frequencies() -> None:
+    hmm = HMM.unigram(torch.tensor([3, 1, 0, 4]), eos_token_ids=[3], source_model="my-lm")
+    assert hmm.num_states == 1
+    torch.testing.assert_close(hmm.token_frequencies(), torch.tensor([0.75, 0.25, 0, 0]).double())
+    assert bool((hmm.emission.predict(torch.ones(1, 1)) > 0).all())  # no token is impossible
+    assert hmm.config == HMMConfig((3,), None, "my-lm", {"method": "unigram"})
+    for wrong in (torch.zeros(3), torch.tensor([1.0, -1]), torch.ones(2, 2), torch.ones(0)):
+        with pytest.raises(InvalidModelError, match="Frequencies must be"):
+            HMM.unigram(wrong)
+
+
 def test_a_seed_makes_random_deterministic() -> None:
     assert torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=3).initial)
     assert not torch.equal(HMM.random(5, 9, seed=3).initial, HMM.random(5, 9, seed=4).initial)

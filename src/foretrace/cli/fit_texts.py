@@ -127,14 +127,15 @@ def _sample_texts(options: TextOptions, writer: "LMWriter", file: Path, seed: in
 
 
 def _write_openings(writer: "LMWriter", count: int, seed: int) -> list[str]:
-    from foretrace.engines.transformers import encode_prompts, stop_tokens
+    from foretrace.engines.prompts import decode_after, start_ids
+    from foretrace.engines.transformers import stop_tokens
     from foretrace.engines.transformers.calibration import write_openings
 
     model, tokenizer = writer.model, writer.tokenizer
-    start = next(iter(writer.ends), encode_prompts(tokenizer, [""])[0][-1])
-    ends = stop_tokens(model.generation_config, [start])
+    start = start_ids(tokenizer, writer.ends)
+    ends = stop_tokens(model.generation_config, start)
     openings = write_openings(model, start, ends=ends, count=count, seed=seed)
-    return [str(tokenizer.decode(ids[1:], skip_special_tokens=True)) for ids in openings]
+    return [decode_after(tokenizer, start, ids[len(start) :]) for ids in openings]
 
 
 def score_texts(texts: FitTexts, options: ScoreOptions, device: str, cache: Path) -> FitTexts:

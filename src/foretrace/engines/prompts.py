@@ -43,17 +43,41 @@ def encode_prompts(
         raise InvalidInputError(
             "prompts must be a list of texts and chats, not one of them. Write [prompt]."
         )
-    candidates = [*hmm_ends(goal), tokenizer.bos_token_id, tokenizer.eos_token_id]
-    start = next(([token] for token in candidates if token is not None), [])
-    encoded = [
-        encode_chat(tokenizer, prompt) if is_chat(prompt) else tokenizer(prompt).input_ids or start
+    return [
+        encode_chat(tokenizer, prompt)
+        if is_chat(prompt)
+        else tokenizer(prompt).input_ids or start_ids(tokenizer, hmm_ends(goal))
         for prompt in prompts
     ]
-    if not all(encoded):
+
+
+def start_ids(tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int] = ()) -> list[int]:
+    """Return the tokens that begin a text, as for an empty prompt.
+
+    Args:
+        tokenizer: A tokenizer.
+        ends: The HMM's end-of-text tokens, of which the first begins texts if the tokenizer does
+            not add a token to every text.
+
+    Returns:
+        Token ids, at least one.
+
+    Raises:
+        InvalidInputError: There is no such token.
+
+    Example:
+        >>> from foretrace.engines.prompts import start_ids
+        >>> start_ids(tokenizer)
+        [0]
+    """
+    candidates = [*ends, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    start = next(([int(token)] for token in candidates if token is not None), [])
+    start = list(tokenizer("").input_ids) or start
+    if not start:
         raise InvalidInputError(
             "A prompt is empty, and the tokenizer has no token to begin a text. Write something."
         )
-    return encoded
+    return start
 
 
 def decode_after(

@@ -25,6 +25,8 @@ from foretrace.hmm.sparsify import sparsify
 from foretrace.hmm.storage import HMMConfig
 from foretrace.hmm.transition import DenseTransition, Transition
 
+MIN_FREQUENCY = 1e-9  # of a token in a unigram HMM: no token is impossible
+
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class HMM:
@@ -160,6 +162,50 @@ class HMM:
         config = HMMConfig(eos_token_ids=ends)
         return cls(initial, transition.to(dtype), emission.to(dtype), config)
 
+    @classmethod
+    def unigram(
+        cls,
+        frequencies: Tensor,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer_fingerprint: str | None = None,
+        source_model: str | None = None,
+    ) -> Self:
+        """Build an HMM with one state, which emits every token at its frequency.
+
+        What follows a token does not depend on it, so that goals weigh the next token alone. A
+        required text is placed by the frequencies of its tokens.
+
+        Args:
+            frequencies: How often the LM writes each token, (V,). They need not sum to 1. Tokens
+                below a billionth of the sum count as that.
+            eos_token_ids: End-of-text tokens, of which the first is the usual one.
+            tokenizer_fingerprint: `foretrace.fingerprint` of the tokenizer's vocabulary.
+            source_model: Name of the LM.
+
+        Returns:
+            The HMM. Its `config.distillation` says `{"method": "unigram"}`.
+
+        Raises:
+            InvalidModelError: The frequencies are no vector of numbers from 0, or all are 0.
+
+        Example:
+            >>> ft.HMM.unigram(torch.ones(20), eos_token_ids=[0])
+            HMM(1 state, 20 tokens, dense transition, dense emission, float32, cpu)
+        """
+        values = frequencies.double()
+        if values.dim() != 1 or not bool((values >= 0).all()) or not 0 < values.sum() < torch.inf:
+            raise InvalidModelError(
+                f"Frequencies must be a vector of numbers from 0, not all 0, but have the shape "
+                f"{tuple(values.shape)} and the sum {float(values.sum()):g}."
+            )
+        values = (values / values.sum()).clamp_min(MIN_FREQUENCY)
+        one = torch.ones(1, device=values.device)
+        config = HMMConfig(
+            tuple(eos_token_ids), tokenizer_fingerprint, source_model, {"method": "unigram"}
+        )
+        return cls(one, one[None], (values / values.sum()).float()[:, None], config)
+
     @property
     def num_states(self) -> int:
         """Number of hidden states, h."""
@@ -199,10 +245,10 @@ class HMM:
         return _io.checksums([self.initial, *(tables[name] for name in sorted(tables))])
 
     def __repr__(self) -> str:
+        states = "1 state" if self.num_states == 1 else f"{self.num_states} states"
         return (
-            f"HMM({self.num_states} states, {self.vocab_size} tokens, {self.transition.kind} "
-            f"transition, {self.emission.kind} emission, {dtype_name(self.dtype)}, "
-            f"{self.device})"
+            f"HMM({states}, {self.vocab_size} tokens, {self.transition.kind} transition, "
+            f"{self.emission.kind} emission, {dtype_name(self.dtype)}, {self.device})"
         )
 
     def to(

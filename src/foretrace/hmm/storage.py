@@ -38,10 +38,12 @@ class HMMConfig:
     """Metadata of an HMM: its origin and the tokenizer it belongs to.
 
     Attributes:
-        eos_token_ids: End-of-text token ids. The last state of the HMM emits them and is absorbing.
+        eos_token_ids: End-of-text token ids. The last state of the HMM emits them and is absorbing,
+            unless it is the only state.
         tokenizer_fingerprint: `foretrace.fingerprint` of the tokenizer's vocabulary.
         source_model: Name of the LM that the HMM was distilled from.
         distillation: Settings and metrics of the distillation: sequences, length, epochs, seed.
+            `{"method": "unigram"}` for an HMM of token frequencies alone.
         sparsification: Settings and measured losses of `HMM.sparsify`, if it was applied.
 
     Example:

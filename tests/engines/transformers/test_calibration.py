@@ -40,7 +40,7 @@ def attributes() -> list[Attribute]:
 
 @pytest.mark.parametrize("attribute", attributes(), ids=lambda one: one.name)
 def test_levels_cost_their_budgets(model: PreTrainedModel, hmm: HMM, attribute: Attribute) -> None:
-    openings = write_openings(model, 0, ends=ENDS)
+    openings = write_openings(model, [0], ends=ENDS)
     runs = SteeredRuns(model, openings, ends=ENDS, max_new_tokens=12)
     levels = calibrate(runs, hmm, attribute)
     assert list(levels) == list(BUDGETS)
@@ -96,7 +96,7 @@ def test_continuations_have_prices_and_the_likelihood_of_the_bare_lm(
 
 
 def test_openings_do_not_end(model: PreTrainedModel) -> None:
-    openings = write_openings(model, 0, ends=[0, 5], count=20)
+    openings = write_openings(model, [0], ends=[0, 5], count=20)
     assert len(openings) == len({tuple(opening) for opening in openings}) == 20
     assert all(opening[0] == 0 and not {0, 5} & set(opening[1:]) for opening in openings)
 

@@ -3,6 +3,7 @@
 from foretrace.engines.prompts import Goals, decode_after, encode_prompts, turn_ends
 from foretrace.engines.transformers.generation import generate, generate_tokens, stop_tokens
 from foretrace.engines.transformers.processor import SteeringProcessor
+from foretrace.engines.transformers.unigram import unigram_hmm
 
 __all__ = [
     "Goals",
@@ -13,4 +14,5 @@ __all__ = [
     "generate_tokens",
     "stop_tokens",
     "turn_ends",
+    "unigram_hmm",
 ]

@@ -1,6 +1,6 @@
 """Calibration: find the strengths of an attribute's levels by short steered runs of an LM."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ from foretrace.lookahead.strengths import HMMPrices
 from foretrace.steering import CompiledGoal, Compiler, Goal, Request, Steering
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TOLERANCE = 0.05  # of the price, relative: on other prompts it differs by more
 NUM_ROWS = 32  # sequences of a run
@@ -205,30 +205,9 @@ class SteeredRuns:
         return steering
 
 
-def start_token(tokenizer: "PreTrainedTokenizerBase", hmm: HMM) -> int:
-    """Return the token that begins a text, as for an empty prompt.
-
-    Args:
-        tokenizer: The LM's tokenizer.
-        hmm: Its HMM, whose end-of-text token is preferred.
-
-    Returns:
-        The token id.
-
-    Raises:
-        InvalidInputError: If there is no such token.
-    """
-    candidates = [*hmm.config.eos_token_ids, tokenizer.bos_token_id, tokenizer.eos_token_id]
-    token = next((token for token in candidates if isinstance(token, int)), None)
-    if token is None:
-        raise InvalidInputError("The tokenizer has no token to begin a text. Pass prompts.")
-    return token
-
-
-@torch.inference_mode()
 def write_openings(
     model: "PreTrainedModel",
-    start: int,
+    start: Sequence[int],
     *,
     ends: Sequence[int],
     count: int = NUM_ROWS,
@@ -238,23 +217,50 @@ def write_openings(
 
     Args:
         model: A causal LM of transformers.
-        start: The token that begins a text.
-        ends: Tokens that end a text. They do not occur after the first token.
+        start: The tokens that begin a text.
+        ends: Tokens that end a text. They do not occur after the start.
         count: The number of prompts.
         seed: The random seed.
 
     Returns:
         Token ids of each prompt.
     """
-    rows = LMBatch(model, [[start]], count)
+    steps = openings(model, start, ends=ends, count=count, top_p=OPENING_TOP_P, seed=seed)
+    drawn = torch.stack([tokens for _, tokens in steps], 1)
+    return [[*start, *tokens] for tokens in drawn.tolist()]
+
+
+@torch.inference_mode()
+def openings(
+    model: "PreTrainedModel",
+    start: Sequence[int],
+    *,
+    ends: Sequence[int],
+    count: int = NUM_ROWS,
+    top_p: float,
+    seed: int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sample the first tokens of texts from an LM.
+
+    Args:
+        model: A causal LM of transformers.
+        start: The tokens that begin a text.
+        ends: Tokens that end a text. They do not occur after the start.
+        count: The number of texts.
+        top_p: The probability of the nucleus to sample from.
+        seed: The random seed.
+
+    Yields:
+        OPENING_TOKENS times, the logits of the next token, (n, V), and the tokens, (n,).
+    """
+    rows = LMBatch(model, [start], count)
     generator = torch.Generator(rows.logits.device).manual_seed(seed)
-    drawn = []
     for remaining in reversed(range(OPENING_TOKENS)):
         rows.logits[:, list(ends)] = -torch.inf
-        drawn.append(_draw(rows.logits, generator, OPENING_TOP_P))
+        tokens = _draw(rows.logits, generator, top_p)
+        yield rows.logits, tokens
         if remaining:
-            rows.append(drawn[-1])
-    return [[start, *tokens] for tokens in torch.stack(drawn, 1).tolist()]
+            rows.append(tokens)
 
 
 def _draw(logits: Tensor, generator: torch.Generator, top_p: float) -> Tensor:

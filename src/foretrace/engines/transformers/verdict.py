@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from foretrace.attribute import Attribute
 from foretrace.attribute.report import AttributeReport, LevelReport, TextPair
 from foretrace.chat import Prompt
-from foretrace.engines.prompts import decode_after, encode_prompts, turn_ends
+from foretrace.engines.prompts import decode_after, encode_prompts, start_ids, turn_ends
 from foretrace.engines.transformers.calibration import (
     NUM_ROWS,
     Continuation,
@@ -19,7 +19,6 @@ from foretrace.engines.transformers.calibration import (
     SteeredRuns,
     calibrate,
     silent,
-    start_token,
     write_openings,
 )
 from foretrace.engines.transformers.generation import stop_tokens
@@ -229,7 +228,7 @@ class _Prompts(NamedTuple):
         ends = stop_tokens(lm.generation_config, ends)
         if prompts:
             return cls(encode_prompts(tokenizer, prompts), ends)
-        start = start_token(tokenizer, hmm)
+        start = start_ids(tokenizer, hmm.config.eos_token_ids)
         return cls(write_openings(lm, start, ends=ends, seed=seed), ends)
 
 
