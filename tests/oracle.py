@@ -33,6 +33,10 @@ class Row:
     begin: int | None = 0
     end: int | None = None
     max_price: float = 1.0
+    head: Tensor | None = None
+    """The matrix that makes the LM's logits, (V, d)."""
+    state: Tensor | None = None
+    """The LM's last hidden state, (d,); None if it is not readable."""
     is_limited: bool = False
     """Whether the last step has reached the largest price."""
 
@@ -52,6 +56,7 @@ class Row:
         for attribute, transform in self.factors:
             for token in range(known):
                 steered[token] += self._log_factor(attribute, transform, token)
+                steered[token] += self._context_reward(attribute, token)
             for token in stops:
                 if self._min_tokens(attribute, self._state(attribute, [token])) > 0:
                     forbidden_ends.add(token)
@@ -59,7 +64,10 @@ class Row:
         unknown = [token for token in stops if token >= known]
         possible = steered.clone()
         steered[unknown] = -inf
-        if any(one.first_only for attribute, _ in self.factors for one in attribute.evidence):
+        if any(
+            attribute.context is not None or any(one.first_only for one in attribute.evidence)
+            for attribute, _ in self.factors
+        ):
             steered = self._limited(bare, steered)
         if self.neutral_end:
             neutral = [token for token in stops if possible[token] > FORBIDDEN_END]
@@ -113,6 +121,15 @@ class Row:
             return log(eap)
         logit = transform.scale * (log(eap) - log(max(1 - eap, 1e-30))) + transform.shift
         return -log(1 + exp(-logit))
+
+    def _context_reward(self, attribute: Attribute, token: int) -> float:
+        context, ends = attribute.context, self.hmm.config.eos_token_ids
+        if context is None or self.state is None or self.head is None or token in ends:
+            return 0.0
+        head, known = self.head.double(), torch.cat([self.state.double(), torch.ones(1)])
+        feature = head[token] - head.mean(0)
+        pairs = zip(context.readers.double(), context.writers.double(), strict=True)
+        return float(sum((reader @ known) * (writer @ feature) for reader, writer in pairs))
 
     def _weight(self, attribute: Attribute, more: Sequence[int]) -> float:
         """Return the weight of the text in the window with more tokens: (sum of) products."""

@@ -125,7 +125,7 @@ def test_what_is_no_goal_is_refused() -> None:
         Goal("nontoxic")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="above 0"):
         Goal(one, -1.0)
-    with pytest.raises(InvalidInputError, match="the EAP of evidence"):
+    with pytest.raises(InvalidInputError, match="the EAP of rewards"):
         Goal(rewards(), transform=LogitAffine(2.0, 0.0))
     with pytest.raises(InvalidInputError, match=r"foretrace.marker\('</think>', tokenizer\)"):
         Goal(one, 1.0, after="</think>")  # type: ignore[arg-type]

@@ -8,12 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_cuda import DeviceIndexing
 from fake_cuda_step import count_step
-from foretrace.attribute import Attribute
+from foretrace.attribute import Attribute, ContextReward
+from foretrace.context import Head, Probe
 from foretrace.hmm import HMM
 from foretrace.steering import Compiler, Goal, Marker, Request, Steering
 from foretrace.steering.batch_index import Kernels
 
-TOKENS, STATES = 64, 8
+TOKENS, STATES, WIDTH = 64, 8, 12
 TOKEN_BYTES = [b"a", b"b", b"c", *[b""] * (TOKENS - 3)]
 MARKER = Marker("ab", TOKEN_BYTES)
 
@@ -34,13 +35,28 @@ def union(seed: int) -> Attribute:
     return product(seed) | product(seed + 10_000)
 
 
+HEAD = Head(torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)), softcap=30.0)
+
+
+def context(seed: int) -> Attribute:
+    values = drawn(seed).expand(4, TOKENS)
+    reward = ContextReward(values[:, : WIDTH + 1], values[:, -WIDTH:], HEAD.fingerprint)
+    return rewards(seed).with_context(reward)
+
+
 def constrained(seed: int) -> Attribute:
     text = "abc"[seed % 3] + "ab"[seed // 3 % 2]
     return Attribute.contains(text, TOKEN_BYTES) & product(seed)
 
 
-ATTRIBUTES = {"product": product, "rewards": rewards, "union": union, "constrained": constrained}
-LIMITS = {"product": 94, "rewards": 150, "union": 121, "constrained": 281}
+ATTRIBUTES = {
+    "product": product,
+    "rewards": rewards,
+    "context": context,
+    "union": union,
+    "constrained": constrained,
+}
+LIMITS = {"product": 94, "rewards": 150, "context": 190, "union": 121, "constrained": 281}
 
 
 def steering_of(
@@ -49,7 +65,7 @@ def steering_of(
     """Return a steering of rows that share a number of distinct goals."""
     hmm = HMM.random(STATES, TOKENS, eos_token_id=TOKENS - 1)
     steering = Steering(hmm, kernels=Kernels.for_device(torch.device("cuda")))
-    compiler = Compiler(hmm, 3)
+    compiler = Compiler(hmm, 3, Probe.build(HEAD))
     goals = [compiler.compile(Goal(make(seed), 1.0, after=marker)) for seed in range(distinct)]
     steering.start({row: Request(goals[row % distinct], (1,), 99) for row in range(rows)})
     return steering
@@ -64,6 +80,16 @@ def test_the_operations_of_a_step_depend_on_no_number(name: str) -> None:
         counts.add(len(advancing.names) + len(reweighting.names))
     (count,) = counts
     assert count <= LIMITS[name]
+
+
+def test_goals_without_context_pay_nothing_for_it() -> None:
+    counts = [len(count_step(steering_of(rewards, 8, 2), 8)[1].names)]
+    steering = steering_of(context, 8, 2)
+    counts.append(len(count_step(steering, 8)[1].names))
+    goal = Compiler(steering.hmm, 3).compile(Goal(rewards(5), 1.0))
+    steering.start({row: Request(goal, (1,), 99) for row in range(8)})
+    counts.append(len(count_step(steering, 8)[1].names))
+    assert counts[0] == counts[2] < counts[1] <= counts[0] + 40
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

@@ -17,9 +17,9 @@ from tiny_attributes import SPELLED, attributes
 KERNELS = {
     "cpu": Kernels.for_device(torch.device("cpu")),
     "gpu": Kernels.for_device(torch.device("cuda")),
-    "rows in blocks": Kernels(1 << 19, TOKENS, False, False, False),
-    "one correction": Kernels(1 << 19, None, True, False, True),
-    "all rows limited": Kernels(1 << 19, TOKENS, False, True, True),
+    "rows in blocks": Kernels(1 << 19, TOKENS, False, False, False, True),
+    "one correction": Kernels(1 << 19, None, True, False, True, True),
+    "all rows limited": Kernels(1 << 19, TOKENS, False, True, True, False),
 }
 HORIZON, LIMIT = 2, 6
 MARKER = Marker("ab", SPELLED)

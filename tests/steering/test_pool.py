@@ -13,7 +13,8 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.steering import Compiler, Goal, Marker, Request, Steering
 from foretrace.steering.goal import PooledLookahead
-from foretrace.steering.pool import Slab, TablePool
+from foretrace.steering.pool import TablePool
+from foretrace.steering.slab import Slab
 from steering.test_oracle import goals
 from tiny import TOKENS, tiny_hmm
 from tiny_attributes import SPELLED, attributes

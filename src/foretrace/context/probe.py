@@ -149,8 +149,9 @@ class Probe:
         if solve and not bool(readable.all()):
             for odd in torch.split((~readable).nonzero()[:, 0], ROWS_AT_ONCE):
                 part = values[odd], usable[odd], self.inverse, self.rows, tolerance[odd]
-                states[odd], readable[odd] = repair(*part)
-        return Reading(torch.where(readable[:, None], states, 0.0), readable)
+                solved, readable[odd] = repair(*part)
+                states[odd] = solved.nan_to_num()  # without a solution, they may be NaN
+        return Reading(states * readable[:, None], readable)
 
     def project(self, writers: Tensor) -> Tensor:
         """Return coefficients c of writers, so that c . features_x = writers . (W_x - mean of W).
@@ -168,13 +169,14 @@ class Probe:
 
     def _undo(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return W h plus a constant a row, and which entries can be used; the others are zero."""
-        usable = logits.abs() <= LARGEST  # not NaN
-        softcap = self.config.softcap
-        if softcap is not None:
+        scale, softcap = self.config.scale, self.config.softcap
+        if softcap is None:
+            usable = logits.abs() <= LARGEST  # not NaN
+            values = logits / scale - self.bias
+        else:
             part = logits / softcap
-            usable = usable & (part.abs() <= SATURATED)
-            logits = softcap * part.atanh()
-        values = logits / self.config.scale - self.bias
+            usable = part.abs() <= SATURATED
+            values = part.atanh() * (softcap / scale) - self.bias
         return torch.where(usable, values, 0.0), usable
 
     def require_head(self, fingerprint: str) -> None:

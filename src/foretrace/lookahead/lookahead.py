@@ -129,6 +129,11 @@ class Lookahead:
         return self.first_only is not None
 
     @property
+    def has_context(self) -> bool:
+        """Whether the attribute has a context reward. Tables and the EAP leave it out."""
+        return self.attribute.context is not None
+
+    @property
     def min_tokens(self) -> int:
         """The fewest tokens that satisfy the automaton; 0 if there is none."""
         automaton = self.terms.automaton

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foretrace.hmm.emission import EmissionSubset
 from foretrace.lookahead.kernels import EapKind, GoalGroup
+from foretrace.steering.context import ContextIndex
 from foretrace.steering.goal import CompiledGoal, Factor, PooledLookahead, Request
 from foretrace.steering.markers import PooledMarker
 from foretrace.steering.pool import NO_MARKER, TablePool
@@ -42,13 +43,16 @@ class Kernels:
     reads a value from the device."""
     transposes_by_product: bool
     """Whether few rows are transposed by a product with the identity matrix."""
+    solves_states: bool
+    """Whether the hidden states of rows in which logits were changed are solved from the others,
+    which reads values from the device."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> "Kernels":
         """Return the fastest choices for a device: blocks that fit a CPU's caches, or few waits."""
         if device.type == "cpu":
-            return cls(1 << 19, 1 << 18, False, False, True)
-        return cls(1 << 27, None, True, True, False)
+            return cls(1 << 19, 1 << 18, False, False, True, True)
+        return cls(1 << 27, None, True, True, False, False)
 
 
 class IndexedRow(NamedTuple):
@@ -153,6 +157,7 @@ class BatchIndex:
     markers: MarkerIndex | None
     automata: AutomatonRows | None
     corrections: tuple[AutomatonIndex, ...]
+    context: ContextIndex | None
     one_goal_per_row: bool
     """Whether goal i is the only goal of row i: no index is needed then."""
     one_column_per_row: bool
@@ -264,6 +269,7 @@ def build_index(
         markers=_marker_index(rows, transfer),
         automata=_automaton_rows(constrained, transfer) if constrained else None,
         corrections=_corrections(goals, pool, kernels, transfer),
+        context=_context_index(rows, transfer),
         one_goal_per_row=[goal.row for goal in goals] == in_order,
         one_column_per_row=[column[0] for column in columns] == in_order,
         all_rows=[row.row for row in rows] == list(range(shape[0])),
@@ -374,6 +380,26 @@ def _first_only(rows: Sequence[IndexedRow], transfer: Transfer) -> Tensor | None
         for row in rows
     ]
     return transfer.integers(entries, 1).T
+
+
+def _context_index(rows: Sequence[IndexedRow], transfer: Transfer) -> ContextIndex | None:
+    """Return where the pool has the components of the rows' context rewards, if there are any."""
+    components = [
+        [
+            pooled.context + number
+            for pooled in (_Goal(0, factor, 0).pooled for factor in _goal(row).factors)
+            for number in range(pooled.rank)
+        ]
+        for row in rows
+    ]
+    kept = [index for index, numbers in enumerate(components) if numbers]
+    if not kept:
+        return None
+    width = max(map(len, components))
+    padded = [[*components[index], *[0] * (width - len(components[index]))] for index in kept]
+    indices = transfer.integers([(index,) for index in kept], 1)[0]
+    every = len(kept) == len(rows)
+    return ContextIndex(None if every else indices, transfer.integers(padded, width).T)
 
 
 def _marker_index(rows: Sequence[IndexedRow], transfer: Transfer) -> MarkerIndex | None:

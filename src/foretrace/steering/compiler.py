@@ -10,11 +10,12 @@ from threading import RLock
 from typing import TypeVar
 
 from foretrace.attribute import Attribute, LogitAffine
+from foretrace.context import Probe
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.lookahead.strengths import LevelStrengths
-from foretrace.steering.goal import IDENTITY, CompiledGoal, Factor, Goal
+from foretrace.steering.goal import IDENTITY, CompiledGoal, Factor, Goal, require_probe
 from foretrace.steering.markers import CompiledMarker, Marker, Window
 from foretrace.vocabulary import require_same_fingerprint
 
@@ -29,6 +30,7 @@ class Compiler:
     Args:
         hmm: The HMM of the language model.
         horizon: How many tokens to look ahead after the next one. 0 weighs the next token alone.
+        probe: The probe of the language model, for attributes with a context reward.
         memory: How many bytes of tables to keep. The least recently used are dropped first.
 
     Example:
@@ -38,8 +40,15 @@ class Compiler:
         '(nontoxic ** 2 & nontoxic ** 3)'
     """
 
-    def __init__(self, hmm: HMM, horizon: int = 64, *, memory: int = DEFAULT_MEMORY) -> None:
-        self.hmm, self.horizon, self.memory = hmm, horizon, memory
+    def __init__(
+        self,
+        hmm: HMM,
+        horizon: int = 64,
+        probe: Probe | None = None,
+        *,
+        memory: int = DEFAULT_MEMORY,
+    ) -> None:
+        self.hmm, self.horizon, self.probe, self.memory = hmm, horizon, probe, memory
         self._kept: OrderedDict[str, Lookahead | CompiledMarker] = OrderedDict()
         self._strengths = LevelStrengths(hmm)
         self._lock = RLock()
@@ -64,7 +73,8 @@ class Compiler:
 
         Raises:
             InvalidInputError: If there is no goal, the goals have different windows, the product
-                cannot be steered toward, or an attribute or marker does not fit the HMM.
+                cannot be steered toward, an attribute or marker does not fit the HMM, or a context
+                reward does not fit the probe.
         """
         goals = [goals] if isinstance(goals, Goal) else list(goals)
         if not goals:
@@ -73,7 +83,9 @@ class Compiler:
         factors = tuple(
             self._factor(attribute, transform) for attribute, transform in self.merge(goals)
         )
-        return CompiledGoal(self.hmm, factors, window, any(goal.neutral_end for goal in goals))
+        probe = self.probe if any(one.lookahead.has_context for one in factors) else None
+        neutral_end = any(goal.neutral_end for goal in goals)
+        return CompiledGoal(self.hmm, factors, window, neutral_end, probe)
 
     def merge(self, goals: Sequence[Goal]) -> list[tuple[Attribute, LogitAffine]]:
         """Return the attributes that goals become, to the power of their strengths.
@@ -110,6 +122,7 @@ class Compiler:
         ]
 
     def _factor(self, attribute: Attribute, transform: LogitAffine) -> Factor:
+        require_probe(attribute, self.probe)
         content = f"{attribute.checksum} {attribute.config.vocab_size} {self.horizon}"
         key = hashlib.sha256(content.encode()).hexdigest()
         with self._lock:

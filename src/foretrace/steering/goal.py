@@ -6,6 +6,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from foretrace.attribute import Attribute, LogitAffine
+from foretrace.context import Probe
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.kernels import EapKind
@@ -23,8 +24,9 @@ class Goal:
 
     Steering with strength k generates a text x with a probability proportional to
     p_LM(x) * a(x) ** k, or to p_LM(x) * exp(k * sum of rewards) for evidence. Strength 1 of a
-    product conditions on the attribute. The price of steering, in nats per token, increases with
-    the strength. A level is the strength for a certain price.
+    product conditions on the attribute. A context reward, times k, is added to the logits. The
+    price of steering, in nats per token, increases with the strength. A level is the strength for
+    a certain price.
 
     Strong goals could be met by stopping early. By default, end-of-text tokens keep the probability
     that the language model gives them.
@@ -50,7 +52,7 @@ class Goal:
 
     Raises:
         InvalidInputError: If the first argument is not an Attribute, if the strength is not above
-            0, if evidence has a transform, or if `after` or `window` is not as described.
+            0, if rewards have a transform, or if `after` or `window` is not as described.
 
     Example:
         >>> goal = ft.Goal(attribute, strength=5.0)
@@ -72,9 +74,9 @@ class Goal:
                 f"A goal needs an Attribute, but got {type(self.attribute).__name__}. "
                 f"AttributeStore loads attributes by name."
             )
-        if self.attribute.evidence and not self.transform.is_identity:
+        if self.attribute.has_rewards and not self.transform.is_identity:
             raise InvalidInputError(
-                f"A transform applies to probabilities, and the EAP of evidence is none. Steer "
+                f"A transform applies to probabilities, and the EAP of rewards is none. Steer "
                 f"toward '{self.attribute.name}' by strength or level alone."
             )
         if self.strength is not None and not (isfinite(self.strength) and self.strength > 0):
@@ -103,6 +105,9 @@ class PooledLookahead:
     """The number of states of the automaton, Q; 1 if there is none."""
     min_tokens: int
     requires_text: bool
+    context: int = 0
+    """The first of `rank` components of the context reward."""
+    rank: int = 0
 
     @property
     def num_terms(self) -> int:
@@ -118,6 +123,11 @@ class PooledLookahead:
     def has_first_only(self) -> bool:
         """Whether there are rewards that count once per text."""
         return self.first_only > 0
+
+    @property
+    def has_context(self) -> bool:
+        """Whether there is a context reward."""
+        return self.rank > 0
 
     @property
     def num_tables(self) -> int:
@@ -167,6 +177,7 @@ class CompiledGoal:
             each goal with one.
         window: The part of the generated text that the goals are about.
         neutral_end: Whether end-of-text tokens keep their probability.
+        probe: The probe of the LM, if a factor has a context reward.
 
     Example:
         >>> compiled = ft.Compiler(hmm, horizon=8).compile(ft.Goal(attribute, strength=2.0))
@@ -178,6 +189,7 @@ class CompiledGoal:
     factors: tuple[Factor, ...]
     window: Window = WHOLE_TEXT
     neutral_end: bool = True
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         require_single_constraint(sum(one.lookahead.has_constraint for one in self.factors))
@@ -205,14 +217,19 @@ class CompiledGoal:
 
         Additive rewards can pay for any token. Products of weights up to 1 only avoid tokens, which
         costs as much as the language model's probability of them demands. Rewards that do not count
-        once are not limited: steering by them is exact.
+        once are not limited, unless they depend on the context: steering by them is exact.
         """
-        return MAX_REWARD_PRICE if self.has_first_only else inf
+        return MAX_REWARD_PRICE if self.has_first_only or self.has_context else inf
 
     @cached_property
     def has_first_only(self) -> bool:
         """Whether a factor has rewards that count once per text."""
         return any(one.lookahead.has_first_only for one in self.factors)
+
+    @cached_property
+    def has_context(self) -> bool:
+        """Whether a factor has a context reward."""
+        return any(one.lookahead.has_context for one in self.factors)
 
     @cached_property
     def num_terms(self) -> int:
@@ -291,6 +308,33 @@ def require_single_constraint(count: int) -> None:
             f"{count} goals say which texts must or must not occur, but only one goal of a request "
             f'may. Join them by &, as in nontoxic & contains("refund"): apart, they might leave no '
             f"token that satisfies all of them."
+        )
+
+
+def require_probe(attribute: Attribute, probe: Probe | None) -> None:
+    """Check that a probe can read what the context reward of an attribute depends on.
+
+    Args:
+        attribute: The attribute.
+        probe: The probe of the language model, if there is one.
+
+    Raises:
+        InvalidInputError: If there is a context reward, and no probe of the LM that it belongs to.
+    """
+    if attribute.context is None:
+        return
+    head, make = attribute.context.fingerprint, "`foretrace probe LM --out FILE` makes one"
+    if probe is None:
+        raise InvalidInputError(
+            f"'{attribute.name}' has a context reward, which needs a probe of its LM, whose head "
+            f"is {head}: {make}. Pass it as `probe`."
+        )
+    if probe.config.fingerprint != head:
+        raise InvalidInputError(
+            f"'{attribute.name}' has a context reward for the LM whose head is {head}, but the "
+            f"probe is of {probe.config.source or 'an LM'}, whose head is "
+            f"{probe.config.fingerprint}. Use the LM, the attribute and the probe that belong "
+            f"together: {make}."
         )
 
 

@@ -8,84 +8,23 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretrace.attribute.automaton import WeightedAutomaton
+from foretrace.context import Probe
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.hmm.emission import EmissionSubset
 from foretrace.lookahead.lookahead import Lookahead
+from foretrace.steering.context import ContextPool
 from foretrace.steering.goal import CompiledGoal, PooledAutomaton, PooledLookahead
 from foretrace.steering.markers import CompiledMarker, PooledMarker, Window
+from foretrace.steering.slab import Slab
 
-GROWTH = 1.25  # of a slab that is full
 NO_MARKER = PooledMarker(None, "", 0, 0, 1, 1, -1)
-
-
-class Slab:
-    """Rows of equal size in one tensor, so that a batch can gather rows of different owners.
-
-    Attributes:
-        data: The tensor, (capacity, ...). It is replaced when the slab grows.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Create a slab without rows; `shape` is the shape of one row."""
-        self.data = torch.zeros(0, *shape, dtype=dtype, device=device)
-        self._free: list[tuple[int, int]] = []  # ranges (first, count), ascending
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, with the rows that are not in use."""
-        return self.data.nbytes
-
-    def growth(self, count: int) -> int:
-        """Return by how many bytes the slab would grow to hold `count` more rows."""
-        if any(length >= count for _, length in self._free):
-            return 0
-        return self._added(count) * self.data.element_size() * prod(self.data.shape[1:])
-
-    def write(self, values: Tensor) -> int:
-        """Copy rows into the slab, and return the index of the first."""
-        first = self._take(len(values))
-        self.data[first : first + len(values)] = values.to(self.data, non_blocking=True)
-        return first
-
-    def free(self, first: int, count: int) -> None:
-        """Give rows back."""
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self._free, (first, count)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
-
-    def _take(self, count: int) -> int:
-        """Take a range of free rows, the smallest that is large enough."""
-        fitting = [(length, first) for first, length in self._free if length >= count]
-        if not fitting:
-            self._grow(self._added(count))
-            return self._take(count)
-        length, first = min(fitting)
-        self._free.remove((first, length))
-        if length > count:
-            self.free(first + count, length - count)
-        return first
-
-    def _added(self, count: int) -> int:
-        """Return how many rows to append: copies of the slab must be rare."""
-        return max(count, int((GROWTH - 1) * len(self.data)))
-
-    def _grow(self, added: int) -> None:
-        old = self.data
-        self.data = old.new_zeros(len(old) + added, *old.shape[1:])
-        self.data[: len(old)] = old
-        self.free(len(old), added)
 
 
 def _keys(goal: CompiledGoal) -> list[str]:
@@ -129,6 +68,7 @@ class TablePool:
         min_tokens: Fewest tokens from each automaton state to one that satisfies it, (states,).
         marker_classes: Token classes of markers, (rows, tokens). Row 0 is zero.
         marker_transitions: The next state for every state and class of a marker, (entries,).
+        context: The probe of the LM, and the goals' context rewards; None before the first of them.
     """
 
     def __init__(self, hmm: HMM, memory: int | None = None) -> None:
@@ -153,6 +93,7 @@ class TablePool:
         self.first_only.write(torch.zeros(1, hmm.vocab_size + 1))
         self.marker_classes.write(torch.zeros(1, 1))
         self.marker_transitions.write(torch.zeros(1))
+        self.context: ContextPool | None = None
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._subset_bytes = 0
 
@@ -160,7 +101,8 @@ class TablePool:
     def nbytes(self) -> int:
         """The size in bytes, with the rows that are not in use."""
         slabs = (value for value in vars(self).values() if isinstance(value, Slab))
-        return self._subset_bytes + sum(slab.nbytes for slab in slabs)
+        context = 0 if self.context is None else self.context.nbytes
+        return self._subset_bytes + context + sum(slab.nbytes for slab in slabs)
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
@@ -182,9 +124,11 @@ class TablePool:
             The same goal. Its parts say where they are in the pool, and hold no tables.
 
         Raises:
-            InvalidInputError: If a marker has another tokenizer, or a part that `find` returned is
-                not in the pool any more.
+            InvalidInputError: If a marker has another tokenizer, the probe belongs to another LM
+                than the probe in use, or a part that `find` returned is not in the pool any more.
         """
+        if goal.probe is not None:
+            self._use(goal.probe)
         after, until = goal.window.after, goal.window.until
         taken: list[str] = []
         try:
@@ -200,6 +144,11 @@ class TablePool:
             self._release(taken)
             raise
         return replace(goal, factors=factors, window=Window(after, until))
+
+    def _use(self, probe: Probe) -> None:
+        if self.context is None:
+            self.context = ContextPool(probe, self.hmm)
+        self.context.probe.require_head(probe.config.fingerprint)
 
     def release(self, goal: CompiledGoal) -> None:
         """Let go of a goal that `acquire` returned. It stays until its room is needed."""
@@ -283,7 +232,12 @@ class TablePool:
 
     def _copy_lookahead(self, lookahead: Lookahead) -> _Entry:
         values, log_scales = lookahead.tables
-        self._make_room((self.tables, log_scales.numel()), (self.weights, len(lookahead.terms)))
+        reward, context = lookahead.attribute.context, self.context
+        needs = [(self.tables, log_scales.numel()), (self.weights, len(lookahead.terms))]
+        if reward is not None:
+            assert context is not None  # the goal has a probe
+            needs += [(context.readers, len(reward)), (context.writers, len(reward))]
+        self._make_room(*needs)
         tables = self.tables.write(values.flatten(0, 2))
         scales = self.log_scales.write(log_scales.flatten())
         assert scales == tables  # both slabs have the same history
@@ -303,6 +257,8 @@ class TablePool:
             lookahead.terms.num_states,
             lookahead.min_tokens,
             lookahead.requires_text,
+            0 if reward is None or context is None else context.write(reward),
+            0 if reward is None else len(reward),
         )
         if automaton is None:
             return _Entry(pooled)
@@ -379,6 +335,8 @@ class TablePool:
         self.weights.free(item.weights, item.num_terms)
         if item.first_only:
             self.first_only.free(item.first_only, 1)
+        if item.rank and self.context is not None:
+            self.context.free(item.context, item.rank)
         if item.automaton is not None:
             self._remove_automaton(item.automaton)
 

@@ -24,6 +24,7 @@ from foretrace.steering.batch_index import (
     build_index,
     to_device,
 )
+from foretrace.steering.context import ContextIndex
 from foretrace.steering.goal import Request
 from foretrace.steering.kernels import (
     AutomatonStep,
@@ -92,12 +93,21 @@ class Steering:
         self._counts: dict[int, int] = {}  # generated tokens at most, by slot
         self._kept: dict[tuple[object, ...], _KeptIndex] = {}
         self._step = 0
+        self._unreadable = torch.zeros((), dtype=torch.long, device=hmm.device)
         self._shape = (0, hmm.vocab_size)
 
     @property
     def slots(self) -> Set[int]:
         """The slots in use."""
         return self._requests.keys()
+
+    @property
+    def unreadable(self) -> int:
+        """How often a row had no context reward at a step, because its state was not readable.
+
+        On a GPU, reading the number waits for the device.
+        """
+        return int(self._unreadable)
 
     def request(self, slot: int) -> Request | None:
         """Return the request of a slot. Its goal is in the pool, and holds no tables."""
@@ -304,19 +314,32 @@ class Steering:
         counters = state.counters_of(index.rows.slots)
         values = ColumnValues.gather(state, counters, index, pool)
         steered = add_log_factors(logits, index, pool, self.kernels, values)
+        rules = self._rules(index, counters)
+        if index.context is not None:
+            self._add_context_(steered, logits, index.context, rules.is_steered)
         if index.first_only is not None:
             take_back_rewards_(steered, state, index, pool)
         for automata in index.corrections:
             step = AutomatonStep.gather(state, counters, index, automata, pool)
             step.correct_(steered)
             step.forbid_ends_(steered)
-        rules = self._rules(index, counters)
         nats = rules.apply_(logits, steered, measure=measure)
         if nats is None:
             return None
         everywhere = torch.ones_like(nats, dtype=torch.bool)
         is_steered = everywhere if rules.is_steered is None else rules.is_steered.squeeze(1)
         return StepPrices(nats, is_steered)
+
+    def _add_context_(
+        self, steered: Tensor, logits: Tensor, index: ContextIndex, is_steered: Tensor | None
+    ) -> None:
+        """Add context rewards in place, and count the steered rows that were not readable."""
+        assert self.pool.context is not None
+        solve = self.kernels.solves_states
+        missed = ~self.pool.context.add_rewards_(steered, logits, index, solve=solve)
+        if is_steered is not None:
+            missed &= index.of_rows(is_steered).squeeze(1)
+        self._unreadable += missed.sum()
 
     def _rules(self, index: BatchIndex, counters: SlotCounters) -> RowRules:
         is_steered = None
