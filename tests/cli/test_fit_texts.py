@@ -79,24 +79,23 @@ def test_samples_of_the_lm_are_scored(run: Run, tiny_lm: Path, scorer: str, tmp_
         assert not strongest or strongest[0].token == WORDS.index("w7")
 
 
-def test_an_hmm_adds_levels_and_a_verdict(
-    run: Run, scorer: str, steered: list[str], tmp_path: Path
+@pytest.mark.parametrize("with_hmm", [False, True])
+def test_an_lm_adds_levels_and_a_verdict(
+    run: Run, scorer: str, steered: list[str], tmp_path: Path, with_hmm: bool
 ) -> None:
-    lm, _, hmm, *_ = steered
+    lm, *hmm = steered[:3]
     out = tmp_path / "a.safetensors"
     command = ["fit", "--lm", lm, "--scorer", scorer, "--num-texts", 100, "--out", out]
-    command += ["--objective", "evidence"]
-    alone = run(*command)
-    assert "--hmm adds" in alone.out, alone.err
-    plain = Attribute.load(out)
-    assert (plain.report, plain.config.fit.get("price_aware")) == (None, False)
-    done = run(*command, "--hmm", hmm)
+    done = run(*command, "--objective", "evidence", *(hmm if with_hmm else []))
     assert done.code == 0, done.err
+    assert ("the next token alone" in done.err) is not with_hmm
     measured = Attribute.load(out)
     assert measured.report is not None
     assert measured.config.fit["price_aware"]
     assert measured.report.verdict in done.out
     assert list(measured.config.levels) == ["mild", "medium", "strong"]
+    used = hmm[1] if with_hmm else "token frequencies"
+    assert measured.config.fit["calibration"]["hmm"] == used
 
 
 def test_a_server_scores_texts(
@@ -157,7 +156,10 @@ DESCRIBED = ["--describe", "formal", "--lm", "x"]
         (["data.csv", *DESCRIBED], "has the texts already"),
         (["data.csv", "--tokenizer", "x", "--num-texts", "5"], "has the texts already"),
         (["data.csv", "--tokenizer", "x", "--against", "y"], "are for --describe"),
-        ([*DESCRIBED, "--prompts", "p.txt"], "--prompts are for samples, or for the verdict"),
+        (
+            ["data.csv", "--tokenizer", "x", "--prompts", "p.txt"],
+            "--prompts are for samples, or for the verdict",
+        ),
         (["--describe", "formal", "--tokenizer", "x"], "--describe needs --lm, or --writer-url"),
         ([*DESCRIBED, "--writer-url", "http://x"], "--writer-url and --writer-model go together"),
         ([*DESCRIBED, "--scorer-url", "http://x"], "go together"),

@@ -101,6 +101,21 @@ def test_a_goal_begins_after_a_marker(
     assert (row["price"] > 0) == steered
 
 
+def test_an_hmm_is_optional(run: Run, spelled: list[str]) -> None:
+    """Goals, required and forbidden text work; only where the text occurs may be worse."""
+    options = [spelled[0], *spelled[3:], "--goal", "nontoxic", "--prompt", "hello"]
+    options += ["--max-new-tokens", "12"]
+    texts = ["--must-contain", "ship", "--must-not-contain", "z"]
+    done = run("generate", *options, *texts, "--json")
+    assert done.code == 0, done.err
+    assert "ship" in json.loads(done.out)["text"]
+    assert "z" not in json.loads(done.out)["text"]
+    assert done.err.startswith("Without --hmm, goals look at the next token alone.")
+    explained = run("explain", *options)
+    assert explained.code == 0, explained.err
+    assert "mean price" in explained.out
+
+
 @pytest.mark.parametrize(
     "settings",
     [

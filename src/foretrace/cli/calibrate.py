@@ -17,10 +17,10 @@ EPILOG = (
 
 def calibrate(
     model: goal_options.Model,
-    hmm: goal_options.HMMSource,
     attribute: Annotated[
         str, typer.Option(help="An attribute file, or the name of one in --attributes.")
     ],
+    hmm: goal_options.OptionalHMM = None,
     attributes: goal_options.Attributes = Path(),
     prompts: Annotated[
         Path | None,
@@ -54,12 +54,12 @@ def calibrate(
     file = _find_file(attribute, attributes)
     texts = read_prompts(prompts, column) if prompts else []
     lm, tokenizer = load_lm(model, dtype, device)
-    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     fingerprint = loaded_hmm.config.tokenizer_fingerprint
     loaded = Attribute.load(file, tokenizer_fingerprint=fingerprint)
     source = {
         "model": model,
-        "hmm": hmm,
+        "hmm": hmm or goal_options.UNIGRAM,
         "prompts": f"{prompts}" if prompts else "openings of the language model",
     }
     with ProgressBars(resumes=False) as bars:

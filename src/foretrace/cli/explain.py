@@ -35,8 +35,8 @@ RELATIVE = ". The EAP of evidence is divided by this mean: above 1, the token sp
 
 def explain(
     model: goal_options.Model,
-    hmm: goal_options.HMMSource,
     goal: goal_options.Expressions,
+    hmm: goal_options.OptionalHMM = None,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
     text: Annotated[
         str | None, typer.Option(help="Explain this continuation. Default: generate one.")
@@ -68,7 +68,7 @@ def explain(
 
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal))
     lm, tokenizer = load_lm(model, dtype, device)
-    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     goals = goal_options.load_goals(
         loaded_hmm,
         tokenizer,

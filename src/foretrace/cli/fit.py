@@ -75,7 +75,7 @@ def fit(
         score, invert, by, scorer, label, zero_shot, encoder, scorer_url, scorer_model,
         scorer_prompt,
     )  # fmt: skip
-    options.check(text_options, score_options, lm, hmm, tokenizer, out, (name, plot))
+    options.check(text_options, score_options, lm, tokenizer, out, (name, plot))
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
@@ -84,8 +84,7 @@ def fit(
     )
     kept_words = _read_kept_words(keep)
     texts = None if data is None else fit_texts.read_texts(text_options, score_options)
-    uses_lm = lm and (hmm or (data is None and not writer_url))
-    models = Models.load(lm if uses_lm else None, lm or tokenizer or "", hmm, device, dtype)
+    models = Models.load(lm, tokenizer or "", hmm, device, dtype)
     if texts is None:
         texts = fit_texts.write_texts(text_options, models, out.with_suffix(".written.jsonl"), seed)
     texts.source.update({"window": window} | ({} if keep is None else {"keep": keep}))
@@ -104,14 +103,12 @@ def fit(
     attribute = fitter.fit_scores(texts, scores, name or out.stem, out, prompt_texts)
     if plot is not None:
         draw(attribute.config, plot)
-    if lm and hmm:
+    if lm and attribute.has_power and attribute.has_weights:
         name_of_prompts = f"{prompts}" if prompts else "openings of the language model"
         measured = models.measure(
             attribute, texts.column("text"), scores, prompt_texts, name_of_prompts, seed
         )
         measured.save(out)
-    elif lm:
-        typer.echo("--hmm adds cheaper rewards, the strengths of levels, and a verdict.")
 
 
 class _Fitter:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from foretrace.cli.goal_options import load_hmm
+from foretrace.cli.goal_options import UNIGRAM, load_hmm, load_or_measure_hmm
 from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.report import print_report
 from foretrace.cli.terminal import ProgressBars
@@ -25,21 +25,22 @@ class Models:
     """The LM, or its tokenizer, as the user names it."""
     tokenizer: "PreTrainedTokenizerBase"
     lm: "PreTrainedModel | None" = None
-    hmm_name: str | None = None
+    hmm_name: str = UNIGRAM
     hmm: "HMM | None" = None
 
     @classmethod
     def load(cls, lm: str | None, tokenizer: str, hmm: str | None, device: str, dtype: str) -> Self:
-        """Load the tokenizer and, if they are named, the LM and the HMM."""
-        model = None
-        if lm is None:
-            loaded_tokenizer = load_tokenizer(tokenizer)
-        else:
+        """Load the tokenizer and, if they are named, the LM and the HMM.
+
+        Without an HMM, measure the frequencies of the LM's tokens.
+        """
+        if lm is not None:
             model, loaded_tokenizer = load_lm(lm, dtype, device)
-        loaded_hmm = None
-        if hmm is not None:
-            loaded_hmm = load_hmm(hmm, loaded_tokenizer, "cpu" if model is None else model.device)
-        return cls(lm or tokenizer, loaded_tokenizer, model, hmm, loaded_hmm)
+            measured = load_or_measure_hmm(hmm, model, loaded_tokenizer)
+            return cls(lm, loaded_tokenizer, model, hmm or UNIGRAM, measured)
+        loaded_tokenizer = load_tokenizer(tokenizer)
+        loaded_hmm = None if hmm is None else load_hmm(hmm, loaded_tokenizer, "cpu")
+        return cls(tokenizer, loaded_tokenizer, None, hmm or UNIGRAM, loaded_hmm)
 
     @property
     def short_name(self) -> str:

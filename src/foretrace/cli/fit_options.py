@@ -138,12 +138,18 @@ Window = Annotated[int, _FitOption(help="Tokens per window; longer texts are spl
 Seed = Annotated[int, _FitOption(help="Random seed of the texts and of the held-out split.")]
 Plot = Annotated[Path | None, _FitOption(help="Also write a plot of the fit to this PNG file.")]
 
-LM = Annotated[str | None, _LMOption(help="The LM to steer: a folder, or a hub id.")]
+LM = Annotated[
+    str | None,
+    _LMOption(
+        help="The LM to steer: a folder, or a hub id. The command finds the strengths of levels "
+        "with it, and gives a verdict. Rewards cost less at the same effect."
+    ),
+]
 HMM = Annotated[
     str | None,
     _LMOption(
-        help="Its HMM: a folder, or a hub id. Rewards then cost less at the same effect. With "
-        "--lm, the command also finds the strengths of levels, and gives a verdict."
+        help="Its HMM: a folder, or a hub id. Without one, goals look at the next token alone. "
+        "With --tokenizer, it makes rewards cost less."
     ),
 ]
 Tokenizer = Annotated[
@@ -198,7 +204,6 @@ def check(
     texts: TextOptions,
     scores: ScoreOptions,
     lm: str | None,
-    hmm: str | None,
     tokenizer: str | None,
     out: Path,
     single: tuple[str | Path | None, ...],
@@ -216,8 +221,8 @@ def check(
             not described
             and any((texts.against, texts.topics, texts.writer_url, texts.writer_model))
         ),
-        "--prompts are for samples, or for the verdict, which needs --lm and --hmm.": (
-            texts.prompts is not None and not sampled and not (lm and hmm)
+        "--prompts are for samples, or for the verdict, which needs --lm.": (
+            texts.prompts is not None and not sampled and not lm
         ),
         "--describe needs --lm, or --writer-url: a language model writes the texts.": (
             described and not (lm or texts.writer_url)

@@ -29,7 +29,7 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="The language model: a folder, a hub id, or a GGUF file.")
     ],
-    hmm: goal_options.HMMSource,
+    hmm: goal_options.OptionalHMM = None,
     goal: Annotated[list[str] | None, goal_options.GOAL] = None,
     must_contain: goal_options.MustContain = None,
     must_not_contain: goal_options.MustNotContain = None,
@@ -85,11 +85,15 @@ def generate(
     lm = None
     if is_gguf(model):
         _require_llama_options(batch_size, dtype)
-        tokenizer, hmm_device = load_gguf_tokenizer(model), choose_device(device)
+        if hmm is None:
+            raise typer.BadParameter(
+                f"A GGUF file needs --hmm. `foretrace distill {model}` makes its HMM."
+            )
+        tokenizer = load_gguf_tokenizer(model)
+        loaded_hmm = goal_options.load_hmm(hmm, tokenizer, choose_device(device))
     else:
         lm, tokenizer = load_lm(model, dtype, device)
-        hmm_device = str(lm.device)
-    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, hmm_device)
+        loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     goals = goal_options.load_goals(
         loaded_hmm,
         tokenizer,

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from foretrace.cli.terminal import ProgressBars
+
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
@@ -24,6 +26,18 @@ T = TypeVar("T")
 MIN_CONSTRAINT_HORIZON = 64  # tokens
 Model = Annotated[str, typer.Argument(help="The language model: a folder, or a hub id.")]
 HMMSource = Annotated[str, typer.Option("--hmm", help="Its HMM: a folder, or a hub id.")]
+OptionalHMM = Annotated[
+    str | None,
+    typer.Option(
+        "--hmm",
+        help="Its HMM: a folder, or a hub id. Without one, goals look at the next token alone.",
+    ),
+]
+WITHOUT_HMM = (
+    "Without --hmm, goals look at the next token alone. `foretrace distill` makes an HMM, which "
+    "looks ahead."
+)
+UNIGRAM = "token frequencies"  # the name of an HMM that was not passed
 GOAL = typer.Option(
     "--goal",
     help="Attributes joined by & | ~, such as 'nontoxic & ~formal'; repeatable: a text is steered "
@@ -124,6 +138,19 @@ def load_hmm(
 
     expected = fingerprint(tokenizer.get_vocab())
     return HMM.from_pretrained(source, tokenizer_fingerprint=expected).to(device)
+
+
+def load_or_measure_hmm(
+    source: str | None, lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> "HMM":
+    """Load the HMM of an LM; if none is named, measure the frequencies of the LM's tokens."""
+    from foretrace.engines.transformers import unigram_hmm
+
+    if source is not None:
+        return load_hmm(source, tokenizer, lm.device)
+    typer.secho(WITHOUT_HMM, dim=True, err=True)
+    with ProgressBars(resumes=False, stderr=True) as bars:
+        return unigram_hmm(lm, tokenizer, on_progress=bars.update)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class ProgressBars:
     If the user presses Ctrl-C, it prints whether the same command resumes or starts over.
     """
 
-    def __init__(self, *, resumes: bool, visible: bool = True) -> None:
+    def __init__(self, *, resumes: bool, visible: bool = True, stderr: bool = False) -> None:
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -47,6 +48,7 @@ class ProgressBars:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             disable=not visible,
+            console=Console(stderr=stderr),
         )
         self._task_ids: dict[str, int] = {}
         self._resumes = resumes

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from foretrace.cli.playground.backends import Backend
@@ -18,10 +17,7 @@ def playground(
     model: Annotated[
         str, typer.Argument(help="The language model, or the http:// URL of `foretrace serve`.")
     ],
-    hmm: Annotated[
-        str | None,
-        typer.Option("--hmm", help="Its HMM: a folder, or a hub id. Not used with a server."),
-    ] = None,
+    hmm: goal_options.OptionalHMM = None,
     attributes: goal_options.Attributes = Path(),
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")
@@ -47,8 +43,6 @@ def _load_backend(
         if hmm is not None:
             raise typer.BadParameter("A server has an HMM already: leave --hmm out.")
         return ServerBackend(model, attributes)
-    if hmm is None:
-        raise InvalidInputError(f"Pass the HMM of {model}: --hmm FOLDER, or a hub id.")
     lm, tokenizer = load_lm(model, dtype, device)
-    loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
+    loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     return LocalBackend(lm, tokenizer, loaded_hmm, attributes)

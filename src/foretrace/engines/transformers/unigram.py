@@ -48,6 +48,7 @@ def unigram_hmm(
     """
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     ends = [*dict.fromkeys([*own, *stop_tokens(model.generation_config, ())])]
+    name = model.name_or_path
     total = torch.zeros(1, device=model.device)
     steps = openings(model, start_ids(tokenizer, ends), ends=ends, top_p=1.0, seed=seed)
     for done, (logits, _) in enumerate(steps, 1):
@@ -57,5 +58,5 @@ def unigram_hmm(
         total,
         eos_token_ids=ends,
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
-        source_model=public_name(model.name_or_path or ""),
+        source_model=public_name(name) if name else None,
     )
