@@ -29,6 +29,7 @@ from foretrace.attribute import tokenize
 from foretrace.engines.prompts import start_ids
 from foretrace.engines.transformers import calibration, encode_prompts
 from foretrace.engines.transformers.sampler import Sampler
+from foretrace.lookahead.levels import BUDGETS
 from foretrace.vocabulary import tokenizer_settings
 from harness import Report, options
 from retrospect import retrospect, text_logits
@@ -101,8 +102,7 @@ def _calibrate(
 ) -> None:
     """Calibrate on half of the prompts, and measure the price on the other half."""
     began = perf_counter()
-    options = {} if budgets is None else {"budgets": budgets}
-    levels = calibration.calibrate(runs[0], hmm, attribute, **options)
+    levels = calibration.calibrate(runs[0], hmm, attribute, budgets or BUDGETS)
     seconds = perf_counter() - began
     report.add(f"{attribute.name}: calibration", seconds, "s", at_most=120)
     compiler = ft.Compiler(hmm, runs[1].max_new_tokens)

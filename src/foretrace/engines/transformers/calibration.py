@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import Attribute
+from foretrace.context import Probe
 from foretrace.engines.prompts import Goals, common_hmm
 from foretrace.engines.transformers.batch import LMBatch, cut_at_end
 from foretrace.errors import InvalidInputError
@@ -60,7 +61,12 @@ class Continuation(NamedTuple):
 
 
 def calibrate(
-    runs: "SteeredRuns", hmm: HMM, attribute: Attribute, budgets: Mapping[str, float] = BUDGETS
+    runs: "SteeredRuns",
+    hmm: HMM,
+    attribute: Attribute,
+    budgets: Mapping[str, float] = BUDGETS,
+    *,
+    probe: Probe | None = None,
 ) -> dict[str, CalibratedLevel]:
     """Find the strength of every level of an attribute.
 
@@ -69,6 +75,7 @@ def calibrate(
         hmm: The HMM of the language model.
         attribute: A product, evidence, or a conjunction of them.
         budgets: The price of each level in nats per token.
+        probe: The probe of the language model, if the attribute has a context reward.
 
     Returns:
         The levels. A level whose budget no strength reaches has the largest strength, or the
@@ -85,7 +92,7 @@ def calibrate(
     if wrong := [budget for budget in budgets.values() if not budget > 0]:
         raise InvalidInputError(f"A budget must be above 0 nats per token, not {wrong[0]:g}.")
 
-    compiler = Compiler(hmm, runs.max_new_tokens, memory=0)
+    compiler = Compiler(hmm, runs.max_new_tokens, probe, memory=0)
 
     def price(strength: float) -> float:
         return runs.price(compiler.compile(Goal(attribute, strength)))

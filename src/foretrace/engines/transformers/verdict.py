@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from foretrace.attribute import Attribute
 from foretrace.attribute.report import AttributeReport, LevelReport, TextPair
 from foretrace.chat import Prompt
+from foretrace.context import Probe
 from foretrace.engines.prompts import decode_after, encode_prompts, start_ids, turn_ends
 from foretrace.engines.transformers.calibration import (
     NUM_ROWS,
@@ -48,6 +49,7 @@ def calibrate_and_report(
     texts: Sequence[str] = (),
     scores: Sequence[float] = (),
     budgets: Mapping[str, float] = BUDGETS,
+    probe: Probe | None = None,
     max_new_tokens: int = 24,
     seed: int = 0,
     source: Mapping[str, Any] | None = None,
@@ -66,6 +68,7 @@ def calibrate_and_report(
             judges the steered texts, is fitted to them.
         scores: Their scores.
         budgets: The price of each level in nats per token.
+        probe: The probe of the LM, if the attribute has a context reward.
         max_new_tokens: Tokens to generate at most.
         seed: The random seed.
         source: What was used, for the record: the names of the LM, the HMM and the prompts.
@@ -94,7 +97,7 @@ def calibrate_and_report(
         seed=seed,
         on_progress=on_progress,
     )
-    levels = calibrate(runs, hmm, attribute, budgets)
+    levels = calibrate(runs, hmm, attribute, budgets, probe=probe)
     record = {
         **(source or {}),
         "rows": len(runs.prompts),
@@ -114,6 +117,7 @@ def calibrate_and_report(
         attribute,
         prompts,
         judge=_fit_judge(lm, tokenizer, texts, scores, on_progress),
+        probe=probe,
         max_new_tokens=max_new_tokens,
         seed=seed,
         on_progress=on_progress,
@@ -129,6 +133,7 @@ def measure_report(
     prompts: Sequence[Prompt] = (),
     *,
     judge: TextClassifier | None = None,
+    probe: Probe | None = None,
     max_new_tokens: int = 24,
     seed: int = 0,
     on_progress: OnStage = silent,
@@ -147,6 +152,7 @@ def measure_report(
             openings that the LM writes.
         judge: A classifier of texts that have the attribute. Without one, or if its AUC is below
             MIN_AUC, the attribute's own probability is measured.
+        probe: The probe of the LM, if the attribute has a context reward.
         max_new_tokens: Tokens to generate at most.
         seed: The random seed.
         on_progress: Called with stage, done, total and unit.
@@ -184,7 +190,7 @@ def measure_report(
     trusted = judge is not None and judge.auc >= MIN_AUC
     reader = _Reader(tokenizer, attribute, judge if trusted else None, runs)
     budgets = attribute.config.fit.get("calibration", {}).get("levels", {})
-    compiler = Compiler(hmm, max_new_tokens, memory=0)
+    compiler = Compiler(hmm, max_new_tokens, probe, memory=0)
     bare, levels = reader.read(runs.draw(None, "bare")), []
     for name, strength in sorted(attribute.config.levels.items(), key=lambda item: item[1]):
         steered = reader.read(runs.draw(compiler.compile(Goal(attribute, strength)), name))
