@@ -10,8 +10,9 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from foretrace.engines.transformers import text_classifier
-from foretrace.engines.transformers.text_classifier import MAX_TOKENS, TextClassifier, mean_states
+from foretrace.engines.transformers import hidden_states
+from foretrace.engines.transformers.hidden_states import MAX_TOKENS
+from foretrace.engines.transformers.text_classifier import TextClassifier, mean_states
 from foretrace.errors import InvalidInputError
 from tiny_lm import WORDS, word_tokenizer
 
@@ -59,7 +60,7 @@ def test_states_depend_on_the_text_alone(
     texts = [*written(WORDS[1:], 20, 0), "", "w1", " ".join(WORDS[1:] * 3)]
     states = mean_states(model, TOKENIZER, texts)
     assert states.shape == (23, model.config.hidden_size)
-    monkeypatch.setattr(text_classifier, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(hidden_states, "BATCH_TOKENS", 1)
     alone = mean_states(model, TOKENIZER, texts)
     np.testing.assert_allclose(states, alone, atol=1e-5)
     cut = " ".join((WORDS[1:] * 3)[:MAX_TOKENS])

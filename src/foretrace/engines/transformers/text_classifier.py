@@ -4,24 +4,17 @@ The mean of a middle layer's states says what a text is about and how it is writ
 an attribute rewards have no weights of their own in it, so that it judges attributes independently.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from foretrace.attribute.fitting.duplicates import near_duplicates
-from foretrace.attribute.fitting.examples import (
-    Examples,
-    Indices,
-    marks_words_by_space,
-    require_content,
-)
+from foretrace.attribute.fitting.examples import Examples, Indices, require_content
 from foretrace.attribute.fitting.split import clusters_of
+from foretrace.engines.transformers.hidden_states import batches, encode_texts, middle_states
 from foretrace.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -29,8 +22,6 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 2_000  # to fit to
 MIN_TEXTS = 20  # with the attribute, and without it
-MAX_TOKENS = 64  # that are read of a text
-BATCH_TOKENS = 2_048
 FOLDS = 5
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # values of C, the inverse of the penalty
 Floats = NDArray[np.float64]
@@ -108,7 +99,7 @@ class TextClassifier:
         labels = labels[chosen]
         texts = [texts[row] for row in chosen]
         states = mean_states(lm, tokenizer, texts, on_progress)
-        groups = _near_duplicates(_encode(tokenizer, texts), labels)
+        groups = _near_duplicates(encode_texts(tokenizer, texts), labels)
         folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
         predicted = {
             ridge: cross_val_predict(
@@ -135,7 +126,6 @@ class TextClassifier:
         return probabilities
 
 
-@torch.inference_mode()
 def mean_states(
     lm: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -158,70 +148,25 @@ def mean_states(
     """
     starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     start = [token for token in starts if isinstance(token, int)][:1]
-    rows = _encode(tokenizer, texts)
+    rows = encode_texts(tokenizer, texts)
     means: list[Floats | None] = [None] * len(rows)
     done = 0
-    for batch in _batches(rows):
-        sequences = [torch.tensor([*start, *rows[row]] or [0]) for row in batch]
-        ids = pad_sequence(sequences, batch_first=True)  # the LM is causal: no mask is needed
-        for row, states in zip(batch, _middle_states(lm, ids).float().cpu(), strict=True):
+    for batch in batches(rows, start):
+        for row, states in zip(
+            batch.texts, middle_states(lm, batch.ids).float().cpu(), strict=True
+        ):
             first = len(start) if rows[row] else 0
             read = states[first : max(1, len(start) + len(rows[row]))]
             means[row] = read.mean(0).double().numpy()
-        done += len(batch)
+        done += len(batch.texts)
         on_progress(done, len(rows))
     return np.stack([mean for mean in means if mean is not None])
-
-
-class _StopError(Exception):
-    """Ends a run of the LM at its middle layer."""
-
-
-def _middle_states(lm: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """Run the LM up to its middle layer: (n, T) -> (n, T, d). The others would double the time."""
-    depth = lm.config.get_text_config().num_hidden_layers
-    lists = (module for module in lm.modules() if isinstance(module, torch.nn.ModuleList))
-    layers = next(layers for layers in lists if len(layers) == depth)
-    reached: list[Tensor] = []
-
-    def stop(_layer: object, _inputs: object, output: Any) -> None:
-        reached.append(output if isinstance(output, Tensor) else output[0])
-        raise _StopError
-
-    hook = layers[max(0, depth // 2 - 1)].register_forward_hook(stop)
-    try:
-        lm.base_model(ids.to(lm.device), use_cache=False)
-    except _StopError:
-        pass
-    finally:
-        hook.remove()
-    return reached[0]
 
 
 def _near_duplicates(rows: Sequence[Sequence[int]], labels: NDArray[np.bool_]) -> Indices:
     """Return a number for each text, which near duplicates share."""
     examples = Examples.from_scores(rows, labels.astype(float).tolist(), max(map(max, rows)) + 1)
     return clusters_of(near_duplicates(examples.shingles), examples.strata)
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Encode texts as continuations, and cut them at MAX_TOKENS."""
-    prefix = " " if marks_words_by_space(tokenizer) else ""
-    spaced = [text if not text or text[0].isspace() else prefix + text for text in texts]
-    encoded = tokenizer(spaced, add_special_tokens=False, split_special_tokens=True)
-    return [ids[:MAX_TOKENS] for ids in encoded["input_ids"]]
-
-
-def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield the indices of rows of similar length, with about BATCH_TOKENS tokens in all."""
-    batch: list[int] = []
-    for row in sorted(range(len(rows)), key=lambda row: len(rows[row])):
-        if batch and (len(batch) + 1) * (len(rows[row]) + 1) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def _labels(scores: Floats) -> NDArray[np.bool_]:
