@@ -10,7 +10,8 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from transformers import AutoModelForCausalLM
 
-from foretrace.attribute import Attribute, LogitAffine
+from foretrace.attribute import Attribute, ContextReward, LogitAffine
+from foretrace.context import Head, Probe
 from foretrace.engines.transformers import SteeringProcessor
 from foretrace.engines.transformers.explain import explain
 from foretrace.errors import InvalidInputError
@@ -34,8 +35,13 @@ def goals() -> list[Goal]:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler(HMM.random(8, VOCAB, eos_token_id=0, seed=0), 8)
+def hmm() -> HMM:
+    return HMM.random(8, VOCAB, eos_token_id=0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def compiler(hmm: HMM) -> Compiler:
+    return Compiler(hmm, 8)
 
 
 @pytest.mark.shows("transformers generate", "explain")
@@ -111,6 +117,42 @@ def test_several_goals_are_explained_as_one_product(tiny_lm: Path, compiler: Com
     for each, same in zip(both.candidates, product.candidates, strict=True):
         assert each.steered == pytest.approx(same.steered, abs=1e-6)
     assert len(both.expected) == 2
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_words_lookahead_and_context_add_up(tiny_lm: Path, hmm: HMM, window: int | None) -> None:
+    """To the change of the logits, which no limit of the price has reduced here."""
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    probe = Probe.build(Head.of_model(lm))
+    rewards = 0.3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    parts = torch.randn(2, 2, 33, generator=torch.Generator().manual_seed(1))
+    context = ContextReward(parts[0], 0.02 * parts[1, :, 1:], probe.config.fingerprint)
+    kind = Attribute.from_rewards(rewards, first_only=False)
+    weighed = Attribute.from_weights(torch.linspace(0.5, 1.0, VOCAB))
+    options: dict[str, Any] = {"neutral_end": False, "window": window}
+    goals = [Goal(kind.with_context(context), 1.0, **options)]
+    goals += [Goal(weighed, transform=LogitAffine(1.5, 0.5), **options)]
+    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
+    choices = explain(lm, PROMPT, WRITTEN, goals, Compiler(hmm, 8, probe), **settings)
+    assert min(choice.price for choice in choices) == 0.0 or window is None
+    for choice in choices:
+        known = [each for each in choice.candidates if each.token != 0]
+        changes = torch.tensor([each.steered / each.lm for each in known]).log()
+        added = torch.tensor([each.word + each.lookahead + each.context for each in known])
+        torch.testing.assert_close(changes - changes[0], added - added[0], atol=2e-3, rtol=1e-3)
+    first = choices[0].candidates
+    for part in ("word", "lookahead", "context"):
+        values = [getattr(each, part) for each in first]
+        assert max(values) - min(values) > 0.01
+        mean = sum(each.lm * value for each, value in zip(first, values, strict=True))
+        assert mean == pytest.approx(0.0, abs=1e-4)
+    bare = kind.with_context(None)
+    (alone, *_) = explain(lm, PROMPT, WRITTEN, [Goal(bare, 2.0)], Compiler(hmm, 0), **settings)
+    by_token = {each.token: each for each in alone.candidates}
+    assert {each.lookahead for each in alone.candidates} == {0.0}
+    assert by_token[5].word - by_token[6].word == pytest.approx(
+        2 * float(rewards[5] - rewards[6]), abs=1e-4
+    )
 
 
 def test_nothing_to_explain_is_refused(goals: list[Goal], compiler: Compiler) -> None:

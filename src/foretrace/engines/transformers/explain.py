@@ -1,4 +1,4 @@
-"""Explanations of generated tokens: LM probability, EAP, steered probability, and price."""
+"""Explanations of generated tokens: LM probability, EAP, steered probability, parts and price."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretrace.attribute import LogitAffine
 from foretrace.engines.prefix_tracker import PrefixTracker
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import inference
 from foretrace.lookahead import Lookahead
+from foretrace.lookahead.lookahead import MIN_LOG_WEIGHT
 from foretrace.steering import CompiledGoal, Compiler, Goal, Request
-from foretrace.steering.goal import IDENTITY
+from foretrace.steering.context import ContextIndex, ContextPool
+from foretrace.steering.goal import IDENTITY, Factor
 from foretrace.steering.state import predict_after
 
 if TYPE_CHECKING:
@@ -35,6 +38,16 @@ class Candidate:
     """
     steered: float
     """Probability after steering."""
+    word: float = 0.0
+    """What the token's own weight and rewards add to its logit, in nats.
+
+    This and the following are sums over all goals, less their mean over the LM's next tokens, and
+    before the largest price of a step.
+    """
+    lookahead: float = 0.0
+    """What the expected weights of later tokens, and required and forbidden texts, add."""
+    context: float = 0.0
+    """What context rewards add. It is 0 if the hidden state is not readable."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +107,13 @@ def explain(
             "Explaining needs a prompt, a continuation and at least one goal. One of them is empty."
         )
     limit = max(len(written), max_new_tokens or 0)
-    request = Request(compiler.compile(goals), tuple(prompt), limit, None, tuple(stop_ids))
+    whole = compiler.compile(goals)
+    request = Request(whole, tuple(prompt), limit, None, tuple(stop_ids))
     alone = [
         _log_eaps(compiler.compile(goal), prompt, written, limit)
         for goal in map(_without_transform, goals)
     ]
+    parts = _LogitParts(whole, prompt, written, limit)
     tracker = PrefixTracker(compiler.hmm)
     choices = []
     for position, logits in enumerate(_logits(model, prompt, written)):
@@ -109,7 +124,8 @@ def explain(
         eaps = torch.stack(
             [_relative(goal, next(eap).to(lm), lm) for goal, eap in zip(goals, alone, strict=True)]
         )
-        choice = _choice(written[position], lm, eaps, steered[0].softmax(-1), candidates)
+        added = parts.next(logits, lm)
+        choice = _choice(written[position], lm, eaps, steered[0].softmax(-1), added, candidates)
         choices.append(replace(choice, price=0.0 if prices is None else float(prices.nats[0])))
     return choices
 
@@ -121,12 +137,23 @@ def _without_transform(goal: Goal) -> Goal:
     return replace(goal, strength=goal.strength or 1.0, transform=IDENTITY)
 
 
+def _lookahead(factor: Factor) -> Lookahead:
+    assert isinstance(factor.lookahead, Lookahead)
+    return factor.lookahead
+
+
 def _log_eaps(
-    goal: CompiledGoal, prompt: Sequence[int], written: Sequence[int], limit: int
+    goal: CompiledGoal,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    limit: int,
+    lookahead: Lookahead | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the log EAP of every token at each position, (V,); 0 outside the goal's window."""
-    hmm, lookahead = goal.hmm, goal.factors[0].lookahead
-    assert isinstance(lookahead, Lookahead)
+    """Yield the log EAP of every token at each position, (V,); 0 outside the goal's window.
+
+    By default, the lookahead is the one of the goal's first factor.
+    """
+    hmm, lookahead = goal.hmm, lookahead or _lookahead(goal.factors[0])
     span = goal.window.span(prompt, written) or slice(len(written), None)
     begin, end = span.start, len(written) if span.stop is None else min(span.stop, len(written))
     outside = torch.zeros(hmm.vocab_size)
@@ -139,6 +166,63 @@ def _log_eaps(
     length = limit if span.stop is None else min(limit, span.stop)
     yield from lookahead.log_eap_along(predicted, written[begin:end], length - begin)
     yield from itertools.repeat(outside, len(written) - end)
+
+
+class _LogitParts:
+    """What words, the lookahead and context rewards add to logits, position by position."""
+
+    def __init__(
+        self, goal: CompiledGoal, prompt: Sequence[int], written: Sequence[int], limit: int
+    ) -> None:
+        self.size = goal.hmm.vocab_size
+        lookaheads = [_lookahead(factor) for factor in goal.factors]
+        self.transforms = [factor.transform for factor in goal.factors]
+        self.whole, self.words = (
+            [_log_eaps(goal, prompt, written, limit, one) for one in of_factors]
+            for of_factors in (lookaheads, map(_of_words, lookaheads))
+        )
+        self.pool = None if goal.probe is None else ContextPool(goal.probe, goal.hmm)
+        components: list[int] = []
+        for reward in (one.attribute.context for one in lookaheads):
+            if reward is not None and self.pool is not None:
+                first = self.pool.write(reward)
+                components += range(first, first + len(reward))
+        self.index = ContextIndex(None, torch.tensor([components], device=goal.hmm.device))
+        positions = range(len(written))
+        span = goal.window.span(prompt, written) or slice(0, 0)
+        self.inside = iter([position in positions[span] for position in positions])
+
+    def next(self, logits: Tensor, lm: Tensor) -> Tensor:
+        """Return the parts of the next position: (3, V), from logits and probabilities (V,)."""
+        word, whole = (
+            torch.stack(
+                [
+                    _log_factor(next(log_eaps), transform)
+                    for log_eaps, transform in zip(each, self.transforms, strict=True)
+                ]
+            ).sum(0)
+            for each in (self.words, self.whole)
+        )
+        context = torch.zeros(1, self.size, device=logits.device)
+        if next(self.inside) and self.pool is not None:
+            self.pool.add_rewards_(context, logits[None], self.index, solve=True)
+        parts = torch.stack([word, whole - word, context[0].to(whole)]).to(lm)
+        parts = parts - (parts @ lm[: self.size] / lm[: self.size].sum())[:, None]
+        return torch.nn.functional.pad(parts, (0, len(lm) - self.size))
+
+
+def _of_words(lookahead: Lookahead) -> Lookahead:
+    """Return the lookahead for no later token, without required and forbidden texts."""
+    attribute = lookahead.attribute
+    if attribute.terms.is_product:
+        attribute = replace(attribute, terms=replace(attribute.terms, automaton=None))
+    return Lookahead(lookahead.hmm, attribute, 0)
+
+
+def _log_factor(log_eap: Tensor, transform: LogitAffine) -> Tensor:
+    if not transform.is_identity:
+        log_eap = transform(log_eap.exp()).log()
+    return log_eap.clamp_min(MIN_LOG_WEIGHT)
 
 
 def _relative(goal: Goal, log_eap: Tensor, lm: Tensor) -> Tensor:
@@ -156,10 +240,14 @@ def _logits(model: "PreTrainedModel", prompt: Sequence[int], written: Sequence[i
     return logits.float()
 
 
-def _choice(token: int, lm: Tensor, eaps: Tensor, steered: Tensor, count: int) -> Choice:
+def _choice(
+    token: int, lm: Tensor, eaps: Tensor, steered: Tensor, parts: Tensor, count: int
+) -> Choice:
     likeliest = torch.maximum(lm, steered).topk(min(count, len(lm))).indices.tolist()
     shown = {
-        x: Candidate(x, float(lm[x]), tuple(eaps[:, x].tolist()), float(steered[x]))
+        x: Candidate(
+            x, float(lm[x]), tuple(eaps[:, x].tolist()), float(steered[x]), *parts[:, x].tolist()
+        )
         for x in {token, *likeliest}
     }
     ranked = sorted(shown.values(), key=lambda candidate: candidate.steered, reverse=True)
