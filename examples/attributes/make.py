@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import group_terms, tokenize, word_tokens
+from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.verdict import calibrate_and_report
 from foretrace.vocabulary import tokenizer_settings
 
@@ -74,8 +75,7 @@ class Maker:
             self.hmm,
             self.fit(name, source, frequencies=None),
             prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
-            texts=texts,
-            scores=scores,
+            judge=fit_judge(self.model, self.tokenizer, texts, scores),
             source={"prompts": PROMPTS},
         )
 

@@ -57,20 +57,21 @@ class Models:
         seed: int,
     ) -> "Attribute":
         """Find the strengths of levels, measure what they change, and print a verdict."""
+        from foretrace.engines.transformers.judged_runs import fit_judge
         from foretrace.engines.transformers.verdict import calibrate_and_report
 
         assert self.lm is not None
         assert self.hmm is not None
         source = {"model": self.name, "hmm": self.hmm_name, "prompts": prompts_name}
         with ProgressBars(resumes=False) as bars:
+            judge = fit_judge(self.lm, self.tokenizer, texts, scores, bars.update)
             measured = calibrate_and_report(
                 self.lm,
                 self.tokenizer,
                 self.hmm,
                 attribute,
                 prompts=prompts,
-                texts=texts,
-                scores=scores,
+                judge=judge,
                 seed=seed,
                 source=source,
                 on_progress=bars.update,

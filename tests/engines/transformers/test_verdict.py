@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from transformers import PreTrainedModel
 
 from foretrace.attribute import Attribute
+from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.verdict import calibrate_and_report, measure_report
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
@@ -48,17 +49,20 @@ def test_levels_and_report_by_an_independent_judge(
     texts, scores = scored_texts(meaningful=True)
     budgets = {**BUDGETS, "strong": 0.4}
     seen: set[tuple[str, str]] = set()
+
+    def on_progress(stage: str, done: int, total: int, unit: str) -> None:
+        seen.add((stage, unit))
+
     measured = calibrate_and_report(
         model,
         TOKENIZER,
         hmm,
         even,
-        texts=texts,
-        scores=scores,
+        judge=fit_judge(model, TOKENIZER, texts, scores, on_progress),
         budgets=budgets,
         max_new_tokens=16,
         source={"model": "tiny"},
-        on_progress=lambda stage, done, total, unit: seen.add((stage, unit)),
+        on_progress=on_progress,
     )
     assert measured.config.fit["calibration"]["model"] == "tiny"
     report = measured.report
@@ -83,10 +87,8 @@ def test_levels_and_report_by_an_independent_judge(
 def test_without_a_judge_the_attribute_judges_itself(
     model: PreTrainedModel, hmm: HMM, even: Attribute, meaningful: bool
 ) -> None:
-    texts, scores = ([], []) if meaningful else scored_texts(meaningful)
-    measured = calibrate_and_report(
-        model, TOKENIZER, hmm, even, texts=texts, scores=scores, max_new_tokens=8
-    )
+    judge = None if meaningful else fit_judge(model, TOKENIZER, *scored_texts(meaningful))
+    measured = calibrate_and_report(model, TOKENIZER, hmm, even, judge=judge, max_new_tokens=8)
     report = measured.report
     assert report is not None
     assert not report.independent

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 2_000  # to fit to
 MIN_TEXTS = 20  # with the attribute, and without it
+MIN_AUC = 0.7  # below it, an attribute's own probability is the better judge
 FOLDS = 5
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # values of C, the inverse of the penalty
 Floats = NDArray[np.float64]
@@ -58,6 +59,11 @@ class TextClassifier:
     regression: Any
     auc: float
     num_texts: int
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it tells texts apart well enough to judge others."""
+        return self.auc >= MIN_AUC
 
     @classmethod
     def fit(

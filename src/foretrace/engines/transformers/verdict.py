@@ -1,28 +1,28 @@
 """What an attribute does to the texts of a language model: levels, a report, a verdict."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from foretrace.attribute import Attribute
 from foretrace.attribute.report import AttributeReport, LevelReport, TextPair
 from foretrace.chat import Prompt
 from foretrace.context import Probe
-from foretrace.engines.prompts import decode_after, encode_prompts, start_ids, turn_ends
 from foretrace.engines.transformers.calibration import (
     NUM_ROWS,
-    Continuation,
     OnStage,
     SteeredRuns,
     calibrate,
     silent,
-    write_openings,
 )
-from foretrace.engines.transformers.generation import stop_tokens
+from foretrace.engines.transformers.judged_runs import (
+    TOP_P,
+    Floats,
+    JudgedTexts,
+    RunPrompts,
+    TextReader,
+)
 from foretrace.engines.transformers.text_classifier import TextClassifier
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
@@ -32,11 +32,8 @@ from foretrace.steering import Compiler, Goal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MIN_AUC = 0.7  # of the judge; below it, the attribute's own probability is the better one
 REPORT_ROWS = 2 * NUM_ROWS  # sequences of a run for the report
 NUM_PAIRS = 3  # of texts to read
-TOP_P = 0.9  # of the report: what people would read
-Floats = NDArray[np.float64]
 
 
 def calibrate_and_report(
@@ -46,8 +43,7 @@ def calibrate_and_report(
     attribute: Attribute,
     *,
     prompts: Sequence[Prompt] = (),
-    texts: Sequence[str] = (),
-    scores: Sequence[float] = (),
+    judge: TextClassifier | None = None,
     budgets: Mapping[str, float] = BUDGETS,
     probe: Probe | None = None,
     max_new_tokens: int = 24,
@@ -64,9 +60,8 @@ def calibrate_and_report(
         attribute: A product, evidence, or a conjunction of them.
         prompts: Texts and chats to continue, of which the first NUM_ROWS are used. By default,
             openings that the LM writes.
-        texts: The texts that the attribute was fitted to. An independent classifier of texts, which
-            judges the steered texts, is fitted to them.
-        scores: Their scores.
+        judge: An independent classifier of the steered texts. `judged_runs.fit_judge` fits one to
+            the texts of the attribute.
         budgets: The price of each level in nats per token.
         probe: The probe of the LM, if the attribute has a context reward.
         max_new_tokens: Tokens to generate at most.
@@ -88,7 +83,7 @@ def calibrate_and_report(
         >>> measured.report.independent
         False
     """
-    encoded = _Prompts.encode(lm, tokenizer, hmm, prompts, seed)
+    encoded = RunPrompts.encode(lm, tokenizer, hmm, prompts, seed)
     runs = SteeredRuns(
         lm,
         encoded.ids,
@@ -108,7 +103,7 @@ def calibrate_and_report(
         "levels": {name: level._asdict() for name, level in levels.items()},
     }
     strengths = {name: level.strength for name, level in levels.items()}
-    attribute = _with_record(attribute, calibration=record)
+    attribute = with_record(attribute, calibration=record)
     attribute = replace(attribute, config=replace(attribute.config, levels=strengths))
     report = measure_report(
         lm,
@@ -116,13 +111,13 @@ def calibrate_and_report(
         hmm,
         attribute,
         prompts,
-        judge=_fit_judge(lm, tokenizer, texts, scores, on_progress),
+        judge=judge,
         probe=probe,
         max_new_tokens=max_new_tokens,
         seed=seed,
         on_progress=on_progress,
     )
-    return _with_record(attribute, report=report.to_record())
+    return with_record(attribute, report=report.to_record())
 
 
 def measure_report(
@@ -150,8 +145,8 @@ def measure_report(
         attribute: An attribute with levels.
         prompts: Texts and chats to continue, of which the first NUM_ROWS are used. By default,
             openings that the LM writes.
-        judge: A classifier of texts that have the attribute. Without one, or if its AUC is below
-            MIN_AUC, the attribute's own probability is measured.
+        judge: A classifier of texts that have the attribute. Without one, or if it is not trusted,
+            the attribute's own probability is measured.
         probe: The probe of the LM, if the attribute has a context reward.
         max_new_tokens: Tokens to generate at most.
         seed: The random seed.
@@ -176,7 +171,7 @@ def measure_report(
         raise InvalidInputError(
             f"'{attribute.name}' has no levels to report on. Run `foretrace calibrate` first."
         )
-    encoded = _Prompts.encode(lm, tokenizer, hmm, prompts, seed)
+    encoded = RunPrompts.encode(lm, tokenizer, hmm, prompts, seed)
     runs = SteeredRuns(
         lm,
         encoded.ids,
@@ -187,8 +182,8 @@ def measure_report(
         seed=seed + 1,  # not the numbers by which the price was calibrated
         on_progress=on_progress,
     )
-    trusted = judge is not None and judge.auc >= MIN_AUC
-    reader = _Reader(tokenizer, attribute, judge if trusted else None, runs)
+    trusted = judge is not None and judge.is_trusted
+    reader = TextReader(tokenizer, attribute, judge if trusted else None, runs)
     budgets = attribute.config.fit.get("calibration", {}).get("levels", {})
     compiler = Compiler(hmm, max_new_tokens, probe, memory=0)
     bare, levels = reader.read(runs.draw(None, "bare")), []
@@ -213,73 +208,7 @@ def measure_report(
     )
 
 
-class _Prompts(NamedTuple):
-    """Token ids of prompts, and the tokens that end their continuations."""
-
-    ids: list[list[int]]
-    ends: list[int]
-
-    @classmethod
-    def encode(
-        cls,
-        lm: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        hmm: HMM,
-        prompts: Sequence[Prompt],
-        seed: int,
-    ) -> "_Prompts":
-        """Encode prompts; without any, let the LM write openings."""
-        prompts = list(prompts)[:NUM_ROWS]
-        ends = [*hmm.config.eos_token_ids, *turn_ends(tokenizer, prompts)]
-        ends = stop_tokens(lm.generation_config, ends)
-        if prompts:
-            return cls(encode_prompts(tokenizer, prompts), ends)
-        start = start_ids(tokenizer, hmm.config.eos_token_ids)
-        return cls(write_openings(lm, start, ends=ends, seed=seed), ends)
-
-
-class _Read(NamedTuple):
-    """Continuations as texts, their probabilities of the attribute, and means over all tokens."""
-
-    texts: list[str]
-    probabilities: Floats
-    price: float
-    nats: float
-    text_nats: Floats  # of each text, per token
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Decodes continuations and judges them."""
-
-    tokenizer: "PreTrainedTokenizerBase"
-    attribute: Attribute
-    judge: TextClassifier | None
-    runs: SteeredRuns
-
-    def read(self, drawn: Sequence[Continuation]) -> _Read:
-        """Decode and judge continuations."""
-        texts = [
-            decode_after(self.tokenizer, prompt, row.tokens)
-            for prompt, row in zip(self.runs.prompts, drawn, strict=True)
-        ]
-        if self.judge is not None:
-            probabilities = np.array(self.judge.score(texts))
-        else:
-            ends = set(self.runs.ends)
-            kept = [[token for token in row.tokens if token not in ends] for row in drawn]
-            probabilities = self.attribute.probability(kept).numpy()
-        count = sum(len(row.tokens) for row in drawn)
-        price, nats = sum(row.price for row in drawn), sum(row.nats for row in drawn)
-        each = np.array([row.nats / len(row.tokens) for row in drawn])
-        return _Read(texts, probabilities, price / count, nats / count, each)
-
-    def prompt_text(self, row: int) -> str:
-        """Return the prompt of a row as text."""
-        return str(self.tokenizer.decode([*self.runs.prompts[row]], skip_special_tokens=True))
-
-
-def _compare(bare: _Read, steered: _Read, num_prompts: int) -> dict[str, float]:
+def _compare(bare: JudgedTexts, steered: JudgedTexts, num_prompts: int) -> dict[str, float]:
     """Return the figures of a level. Rows of one prompt are next to each other."""
     return {
         "price": steered.price,
@@ -298,29 +227,7 @@ def _error(differences: Floats, num_prompts: int) -> float:
     return float(each.std(ddof=1)) / sqrt(len(each))
 
 
-def _fit_judge(
-    lm: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: Sequence[str],
-    scores: Sequence[float],
-    on_progress: OnStage,
-) -> TextClassifier | None:
-    """Fit the judge; None if there are too few texts."""
-    if not len(texts):
-        return None
-    try:
-        return TextClassifier.fit(
-            lm,
-            tokenizer,
-            texts,
-            scores,
-            on_progress=lambda done, total: on_progress("judge", done, total, "texts"),
-        )
-    except InvalidInputError:  # too few texts on a side
-        return None
-
-
-def _with_record(attribute: Attribute, **facts: Any) -> Attribute:
+def with_record(attribute: Attribute, **facts: Any) -> Attribute:
     """Return a copy with facts added to the record of its fit."""
     config = replace(attribute.config, fit={**attribute.config.fit, **facts})
     return replace(attribute, config=config)
