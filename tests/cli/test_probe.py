@@ -19,6 +19,16 @@ def test_a_probe_is_measured_and_written(run: Run, tiny_lm: Path, tmp_path: Path
     assert probe.config.errors["states of the LM, float32"] < 1e-4
 
 
+def test_a_probe_for_attributes_of_another_lm(run: Run, tiny_lm: Path, tmp_path: Path) -> None:
+    command = ["probe", tiny_lm, "--features", 8, "--no-run"]
+    assert run(*command, "--out", tmp_path / "p").code == 0
+    for original in (tiny_lm, tmp_path / "p"):
+        done = run(*command, "--out", tmp_path / "q", "--for", original)
+        assert done.code == 0, done.err
+        config = Probe.load(tmp_path / "q").config
+        assert config.original == config.fingerprint
+
+
 def test_a_probe_of_files_alone(run: Run, tiny_lm: Path, tmp_path: Path) -> None:
     done = run("probe", tiny_lm, "--out", tmp_path / "p", "--features", 8, "--no-run")
     assert done.code == 0, done.err

@@ -175,6 +175,25 @@ def test_saved_probes_read_the_same(lm: Any, probe: Probe, tmp_path: Path) -> No
         Probe.load(file, fingerprint="sha256:0")
 
 
+def test_a_probe_of_a_quantised_head_serves_attributes_of_the_original(tmp_path: Path) -> None:
+    head = Head.of_model(tiny_lm("tied"))
+    noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
+    noise *= head.weight.norm() / noise.norm()
+    quantised = replace(head, weight=head.weight + 0.1 * noise)
+    for original in (head, Probe.build(head, features=8)):
+        probe = Probe.build(quantised, features=8, original=original)
+        probe.save(tmp_path / "probe")
+        loaded = Probe.load(tmp_path / "probe", fingerprint=quantised.fingerprint)
+        assert loaded.serves(head.fingerprint)
+        assert loaded.serves(quantised.fingerprint)
+        assert not loaded.serves("sha256:0")
+        with pytest.raises(InvalidInputError, match="make a probe for it"):  # of the LM in use
+            loaded.require_head(head.fingerprint)
+        for weight in (head.weight + 0.5 * noise, head.weight[:-1]):
+            with pytest.raises(InvalidInputError, match="Pass the LM that this one was quantised"):
+                Probe.build(replace(head, weight=weight), features=8, original=original)
+
+
 def test_what_cannot_be_a_probe_is_refused(tmp_path: Path) -> None:
     head = Head.of_model(tiny_lm("tied"))
     probe = Probe.build(head, features=8)

@@ -30,6 +30,14 @@ def probe(
     features: Annotated[
         int, typer.Option(help="The number of features of each token that the file keeps.")
     ] = 64,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="LM|PROBE",
+            help="The LM that a GGUF file was quantised from, or its probe: accept its attributes.",
+        ),
+    ] = None,
     run: Annotated[
         bool, typer.Option(help="Also load the LM, and measure the error on its own texts.")
     ] = True,
@@ -45,7 +53,11 @@ def probe(
     find_model(model)
     head = read_head(model)
     head = replace(head, weight=head.weight.to(choose_device(device)))
-    built = Probe.build(head, features=features, source=public_name(model))
+    copied = None
+    if original is not None:
+        is_probe = Path(original).is_file() and not is_gguf(original)
+        copied = Probe.load(original) if is_probe else read_head(original)
+    built = Probe.build(head, features=features, source=public_name(model), original=copied)
     errors = synthetic_errors(built)
     if run and is_gguf(model) and find_spec("llama_cpp"):
         errors |= _run_llama(built, head, model)

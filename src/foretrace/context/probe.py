@@ -23,6 +23,7 @@ TOLERANCE = 2.0**-8
 SATURATED = 0.95  # of the tanh cap; above, rounding would decide
 LARGEST = 1e3  # logits beyond are the values with which engines mask tokens
 LARGEST_CONDITION = 1e4
+LARGEST_COPY_ERROR = 0.2  # of a quantised head, relative: four bits have 0.08 to 0.11
 ROWS_AT_ONCE = 16  # that are solved
 
 
@@ -72,17 +73,26 @@ class Probe:
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
     @classmethod
-    def build(cls, head: Head, *, features: int = 64, source: str | None = None) -> "Probe":
+    def build(
+        cls,
+        head: Head,
+        *,
+        features: int = 64,
+        source: str | None = None,
+        original: "Head | Probe | None" = None,
+    ) -> "Probe":
         """Build the probe of a head.
 
         Args:
             head: The head of an LM.
             features: The number of principal directions of the token features, at most d.
             source: The name of the LM, for messages.
+            original: If the head is quantised, the head that it was made of, or the probe of that
+                head. Attributes of the original LM are then accepted.
 
         Raises:
-            InvalidInputError: The vocabulary is too small, or the head does not determine the
-                hidden state.
+            InvalidInputError: The vocabulary is too small, the head does not determine the hidden
+                state, or it was not made of the original.
         """
         tokens = choose_tokens(head)
         rows = head.weight[tokens.to(head.weight.device)]
@@ -91,6 +101,7 @@ class Probe:
         table, basis, kept = token_features(head, features)
         config = ProbeConfig(
             fingerprint=head.fingerprint,
+            original=None if original is None else _require_copy(head, tokens, original),
             source=source,
             scale=head.scale,
             softcap=head.softcap,
@@ -179,6 +190,10 @@ class Probe:
             values = part.atanh() * (softcap / scale) - self.bias
         return torch.where(usable, values, 0.0), usable
 
+    def serves(self, fingerprint: str) -> bool:
+        """Return whether attributes of the head with this fingerprint can be read."""
+        return fingerprint in (self.config.fingerprint, self.config.original)
+
     def require_head(self, fingerprint: str) -> None:
         """Raise unless the probe belongs to the head with this fingerprint."""
         if fingerprint != self.config.fingerprint:
@@ -210,6 +225,30 @@ class Probe:
         if fingerprint is not None:
             probe.require_head(fingerprint)
         return probe
+
+
+def _require_copy(head: Head, tokens: Tensor, original: Head | Probe) -> str:
+    """Return the fingerprint of the original; raise unless the head is a quantised copy of it.
+
+    The rows of `tokens` are compared; with a probe, the rows that it has.
+    """
+    if isinstance(original, Probe):
+        tokens, rows = original.tokens, original.rows
+        shape, fingerprint = [original.vocab_size, rows.shape[1]], original.config.fingerprint
+    else:
+        shape, fingerprint = [*original.weight.shape], original.fingerprint
+        rows = original.weight[tokens[tokens < len(original.weight)].to(original.weight.device)]
+    problem = f"has shape {[*head.weight.shape]}, and the original one {shape}"
+    if [*head.weight.shape] == shape:
+        wanted = rows.float().cpu()
+        copied = head.weight[tokens.to(head.weight.device)].float().cpu()
+        error = float((copied - wanted).norm() / wanted.norm())
+        if error <= LARGEST_COPY_ERROR:
+            return fingerprint
+        problem = f"differs from the original one by {error:.0%}; four bits make about 10%"
+    raise InvalidInputError(
+        f"The head {problem}. Pass the LM that this one was quantised from, or the probe of it."
+    )
 
 
 def _invert(rows: Tensor) -> tuple[Tensor, float]:

@@ -29,6 +29,8 @@ class ProbeConfig:
 
     Attributes:
         fingerprint: `Head.fingerprint` of the head.
+        original: `Head.fingerprint` of the head that this one was quantised from; None if it was
+            not. Attributes of the original LM are accepted.
         source: The name of the LM.
         scale: The factor of all logits.
         softcap: The tanh cap of the logits; None if there is none.
@@ -39,6 +41,7 @@ class ProbeConfig:
     """
 
     fingerprint: str = ""
+    original: str | None = None
     source: str | None = None
     scale: float = 1.0
     softcap: float | None = None

@@ -329,7 +329,7 @@ def require_probe(attribute: Attribute, probe: Probe | None) -> None:
             f"'{attribute.name}' has a context reward, which needs a probe of its LM, whose head "
             f"is {head}: {make}. Pass it as `probe`."
         )
-    if probe.config.fingerprint != head:
+    if not probe.serves(head):
         raise InvalidInputError(
             f"'{attribute.name}' has a context reward for the LM whose head is {head}, but the "
             f"probe is of {probe.config.source or 'an LM'}, whose head is "
