@@ -42,7 +42,7 @@ def test_states_predict_the_tokens_of_texts(
     rows = encode_texts(TOKENIZER, TEXTS)
     stored = read_states(model, TOKENIZER, rows, tmp_path / "states")
     assert len(stored.shards) > 3
-    assert stored.text_rows(len(rows)) == rows
+    assert stored.rows(len(rows)) == rows
     for text in range(len(rows)):
         check(model, stored, text, [0])
     few = read_states(model, TOKENIZER, rows, tmp_path / "few", max_states=20)
@@ -54,7 +54,7 @@ def test_sampled_states_predict_the_samples(model: PreTrainedModel, tmp_path: Pa
     stored = sample_states(model, TOKENIZER, [prompt], [0], tmp_path, max_states=2_000)
     assert len(stored.shards) == 2
     assert 0 not in stored.tokens
-    rows = stored.text_rows(128)
+    rows = stored.rows(128)
     assert len({tuple(row) for row in rows}) > 100
     for text in (0, 70):
         check(model, stored, text, prompt)

@@ -1,6 +1,5 @@
 """Calibration and report in one call."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -16,10 +15,10 @@ from foretrace.engines.transformers.verdict import calibrate_and_report, measure
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS
+from parity_texts import EVEN, scored_texts
 from tiny_lm import WORDS, tiny_hmm, word_tokenizer
 
 TOKENIZER = word_tokenizer()
-EVEN = [float(number % 2 == 0) for number in range(len(WORDS))]  # of tokens
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +29,6 @@ def hmm() -> HMM:
 @pytest.fixture(scope="module")
 def even() -> Attribute:
     return Attribute.from_rewards(torch.tensor(EVEN) - 0.5, first_only=False, name="even")
-
-
-def scored_texts(meaningful: bool) -> tuple[list[str], list[float]]:
-    """Texts of one parity or the other; their scores may have nothing to do with it."""
-    source, texts, scores = random.Random(0), [], []
-    for number in range(200):
-        side = number % 2
-        words = [word for word, even in zip(WORDS, EVEN, strict=True) if even == side][1:]
-        texts.append(" ".join(source.choices(words, k=16)))
-        scores.append(float(side) if meaningful else float(source.random() < 0.5))
-    return texts, scores
 
 
 def test_levels_and_report_by_an_independent_judge(

@@ -49,9 +49,9 @@ class StoredStates(NamedTuple):
         tokens, texts = (torch.cat([one[part] for one in shards]) for part in (1, 2))
         return cls([one.states for one in shards], tokens, texts)
 
-    def text_rows(self, count: int) -> list[list[int]]:
-        """Return the token ids of each of `count` texts. A text may have none."""
-        rows: list[list[int]] = [[] for _ in range(count)]
+    def rows(self, count: int | None = None) -> list[list[int]]:
+        """Return the token ids of each of `count` texts, which may have none."""
+        rows: list[list[int]] = [[] for _ in range(count or int(self.texts.max()) + 1)]
         for token, text in zip(self.tokens.tolist(), self.texts.tolist(), strict=True):
             rows[text].append(token)
         return rows
@@ -77,7 +77,7 @@ class _Folder(NamedTuple):
 
     def shard(self, number: int, make: Callable[[], _Shard]) -> _Shard:
         """Map a shard into memory, and make it first if it is missing."""
-        file = self.folder / f"{self.key}-{number:06}.safetensors"
+        file = self.folder / f"states-{self.key}-{number:06}.safetensors"
         if not file.exists():
             _io.write_tensors(file, make()._asdict(), {})
         return _Shard(**_io.read_tensors(file)[0])
@@ -215,3 +215,11 @@ def _kept(states: Tensor, ids: Tensor, lengths: Sequence[int]) -> _Shard:
     kept = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     values = states[:, : ids.shape[1]].half().cpu()[kept]
     return _Shard(values, ids[kept].int(), kept.nonzero()[:, 0].int())
+
+
+def remove_states(folder: Path) -> None:
+    """Remove the shards of a folder, and the folder if it has nothing else."""
+    for file in [*folder.glob("states-*.safetensors"), *folder.glob(".states-*.partial")]:
+        file.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
