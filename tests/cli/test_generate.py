@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from docs_folder import write_docs_folder
-from foretrace.attribute import Attribute, AttributeStore
+from foretrace.attribute import Attribute, AttributeStore, ContextReward
+from foretrace.context import read_head
 from forked import Run
 from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
 
@@ -311,3 +312,29 @@ def test_a_chat_needs_a_template(run: Run, steered: list[str]) -> None:
     code, _, err = run("generate", *steered, *options)
     assert code == 1
     assert "no chat template" in err
+
+
+def test_context_rewards_need_no_file(
+    run: Run, steered: list[str], tiny_lm: Path, tmp_path: Path
+) -> None:
+    """Commands make the probe of the LM, if an attribute has a context reward."""
+    generator = torch.Generator().manual_seed(0)
+    readers, writers = (0.3 * torch.randn(2, width, generator=generator) for width in (33, 32))
+    reward = ContextReward(readers, writers, read_head(tiny_lm).fingerprint)
+    store = AttributeStore(tmp_path / "attributes")
+    store.add(AttributeStore(steered[4])["low"].with_context(reward).renamed("moody"))
+    folders = [*steered[:3], "--attributes", store.folder]
+    calibrated = run("calibrate", *folders, "--attribute", "moody", "--max-new-tokens", 4)
+    assert calibrated.code == 0, calibrated.err
+    options = ["--strength", 1, "--prompt", "w1", "--max-new-tokens", 4, "--temperature", 0]
+    explained = run("explain", *folders, "--goal", "moody", *options)
+    assert explained.code == 0, explained.err
+    assert run("probe", tiny_lm, "--out", tmp_path / "p", "--no-run").code == 0
+    commands: list[list[object]] = [
+        [*folders, "--goal", "moody"],
+        [*folders, "--goal", "moody", "--probe", tmp_path / "p"],
+        [*steered, "--goal", "low"],
+    ]
+    rows = [json.loads(run("generate", *one, *options, "--json").out) for one in commands]
+    assert rows[0]["price"] == pytest.approx(rows[1]["price"], rel=0.05)
+    assert rows[0]["price"] != pytest.approx(rows[2]["price"], rel=0.05)

@@ -57,6 +57,7 @@ def calibrate(
     loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     fingerprint = loaded_hmm.config.tokenizer_fingerprint
     loaded = Attribute.load(file, tokenizer_fingerprint=fingerprint)
+    probe = goal_options.probe_for([loaded], goal_options.probe_builder(lm, tokenizer))
     source = {
         "model": model,
         "hmm": hmm or goal_options.UNIGRAM,
@@ -70,6 +71,7 @@ def calibrate(
             loaded,
             prompts=texts,
             budgets=budgets,
+            probe=probe,
             max_new_tokens=max_new_tokens,
             seed=seed,
             source=source,

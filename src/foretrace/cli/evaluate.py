@@ -120,7 +120,10 @@ def fidelity(
     settings = goal_options.GoalSettings([1.0])
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
-    loaded = goal_options.load_goals(loaded_hmm, tokenizer, attributes, [goal], settings, 64)
+    build_probe = goal_options.probe_builder(lm, tokenizer)
+    loaded = goal_options.load_goals(
+        loaded_hmm, tokenizer, attributes, [goal], settings, 64, build_probe=build_probe
+    )
     lookahead = loaded.goal.factors[0].lookahead
     assert isinstance(lookahead, Lookahead)
     eos_token_ids = loaded_hmm.config.eos_token_ids

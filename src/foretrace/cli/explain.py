@@ -76,6 +76,7 @@ def explain(
         goal,
         settings,
         horizon,
+        build_probe=goal_options.probe_builder(lm, tokenizer),
         after=after,
         window=window,
     )

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from foretrace.cli.goal_options import UNIGRAM, load_hmm, load_or_measure_hmm
+from foretrace.cli.goal_options import (
+    UNIGRAM,
+    load_hmm,
+    load_or_measure_hmm,
+    probe_builder,
+    probe_for,
+)
 from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.report import print_report
 from foretrace.cli.terminal import ProgressBars
@@ -72,6 +78,7 @@ class Models:
                 attribute,
                 prompts=prompts,
                 judge=judge,
+                probe=probe_for([attribute], probe_builder(self.lm, self.tokenizer)),
                 seed=seed,
                 source=source,
                 on_progress=bars.update,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from foretrace.chat import Prompt, as_messages
 from foretrace.cli import goal_options
-from foretrace.cli.llama_generator import LlamaGenerator, load_gguf_tokenizer
+from foretrace.cli.llama_generator import LlamaGenerator, build_gguf_probe, load_gguf_tokenizer
 from foretrace.cli.loading import choose_device, load_lm, read_prompts
 from foretrace.cli.text_generator import Generation, TextGenerator
 from foretrace.gguf import is_gguf
@@ -48,6 +49,7 @@ def generate(
         str | None, typer.Option(metavar="TEXT", help="A system message; implies --chat.")
     ] = None,
     attributes: goal_options.Attributes = Path(),
+    probe: goal_options.ProbeFile = None,
     level: goal_options.Levels = None,
     strength: goal_options.Strengths = None,
     transform: goal_options.Transforms = None,
@@ -72,6 +74,8 @@ def generate(
     dtype: goal_options.Dtype = "auto",
 ) -> None:
     """Generate continuations of prompts, or answers in chats, steered toward goals."""
+    from foretrace.context import Probe
+
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is an option of --prompts, which is missing.")
     texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
@@ -83,6 +87,7 @@ def generate(
         typer.echo("A prompt is empty: its continuation begins a new text.", err=True)
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
     lm = None
+    build_probe: goal_options.BuildProbe
     if is_gguf(model):
         _require_llama_options(batch_size, dtype)
         if hmm is None:
@@ -90,9 +95,11 @@ def generate(
                 f"A GGUF file needs --hmm. `foretrace distill {model}` makes its HMM."
             )
         tokenizer = load_gguf_tokenizer(model)
+        build_probe = partial(build_gguf_probe, model)
         loaded_hmm = goal_options.load_hmm(hmm, tokenizer, choose_device(device))
     else:
         lm, tokenizer = load_lm(model, dtype, device)
+        build_probe = goal_options.probe_builder(lm, tokenizer)
         loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     goals = goal_options.load_goals(
         loaded_hmm,
@@ -103,6 +110,7 @@ def generate(
         horizon,
         must_contain,
         must_not_contain,
+        build_probe=build_probe if probe is None else partial(Probe.load, probe),
         after=after,
         window=window,
     )

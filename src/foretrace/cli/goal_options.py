@@ -1,6 +1,6 @@
 """Options of commands that steer, and functions to load the HMM and the goals that they name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, reduce
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
+    from foretrace.context import Probe
     from foretrace.hmm import HMM
     from foretrace.steering import CompiledGoal, Compiler, Goal
 
@@ -56,6 +57,14 @@ MustNotContain = Annotated[
 ]
 
 Attributes = Annotated[Path, typer.Option(help="The folder of attribute files.")]
+ProbeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--probe",
+        help="The probe of the LM, for context rewards: a file of `foretrace probe`.",
+        show_default="made of the LM",
+    ),
+]
 
 
 class Level(StrEnum):
@@ -151,6 +160,22 @@ def load_or_measure_hmm(
     typer.secho(WITHOUT_HMM, dim=True, err=True)
     with ProgressBars(resumes=False, stderr=True) as bars:
         return unigram_hmm(lm, tokenizer, on_progress=bars.update)
+
+
+BuildProbe = Callable[[], "Probe"]
+"""Returns the probe of an LM. The second call returns the same object."""
+
+
+def probe_builder(lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> BuildProbe:
+    """Return a function that builds the probe of a loaded LM, which takes seconds."""
+    from foretrace.context import Head, Probe
+
+    return cache(lambda: Probe.build(Head.of_model(lm, tokenizer), source=lm.name_or_path))
+
+
+def probe_for(attributes: "Iterable[Attribute]", build: BuildProbe) -> "Probe | None":
+    """Build the probe of the LM if one of the attributes has a context reward."""
+    return None if all(one.context is None for one in attributes) else build()
 
 
 @dataclass(frozen=True)
@@ -261,6 +286,7 @@ def load_goals(
     must_contain: list[str] | None = None,
     must_not_contain: list[str] | None = None,
     *,
+    build_probe: BuildProbe,
     after: str | None = None,
     window: str | None = None,
 ) -> LoadedGoals:
@@ -293,7 +319,6 @@ def load_goals(
     if has_texts:
         # With a short horizon, steering would push a required text to occur too early.
         horizon = max(horizon, MIN_CONSTRAINT_HORIZON)
-    compiler = Compiler(hmm, horizon)
 
     def goals_of(selected: Sequence[int], **selected_texts: Any) -> list[Goal]:
         strengths = settings.strengths
@@ -310,7 +335,10 @@ def load_goals(
 
     groups = [goals_of([index]) for index in range(len(parsed))]
     groups += [goals_of([], **texts)] if has_texts else []
-    powers = iter(compiler.powers([goal for group in groups for goal in group]))
+    goals = [goal for group in groups for goal in group]
+    probe = probe_for((goal.attribute for goal in goals), build_probe)
+    compiler = Compiler(hmm, horizon, probe)
+    powers = iter(compiler.powers(goals))
     separate = [
         Goal(reduce(and_, islice(powers, len(group))), 1.0, transform=group[0].transform, **options)
         for group in groups

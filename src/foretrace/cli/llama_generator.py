@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from foretrace.cli.text_generator import Generation, attribute_probabilities, report_text
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from foretrace.chat import Prompt
     from foretrace.cli.goal_options import LoadedGoals
+    from foretrace.context import Probe
     from foretrace.engines.llama_cpp import SteeringProcessor
 
 
@@ -22,6 +24,13 @@ def load_gguf_tokenizer(file: str) -> "PreTrainedTokenizerBase":
 
     print_warnings()
     return cast("PreTrainedTokenizerBase", GGUFTokenizer.from_file(file))
+
+
+def build_gguf_probe(file: str) -> "Probe":
+    """Build the probe of a GGUF file from its dequantised head."""
+    from foretrace.context import Probe, read_head
+
+    return Probe.build(read_head(file), source=Path(file).name)
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,17 @@ class Head:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of the float32 values of weight and bias, of the scale and of the cap.
+        """The SHA-256 of weight and bias, rounded to bfloat16, of the scale and of the cap.
 
-        It identifies the function from hidden states to logits. Files that store the same values
-        in other types, as bfloat16 and float32, have the same fingerprint. A quantised head has
+        It identifies the function from hidden states to logits. The type in which an LM is stored
+        or loaded does not change it, unless it has fewer digits than bfloat16. A quantised head has
         another one than the head it was made of, because its logits are others.
         """
         digest = hashlib.sha256(struct.pack("<dd", self.scale, self.softcap or 0.0))
         for tensor in (self.weight, self.bias):
             digest.update(b"|")
             for rows in () if tensor is None else torch.split(tensor, CHUNK):
-                values = rows.float().cpu().contiguous() + 0.0  # -0.0 becomes 0.0
+                values = rows.bfloat16().float().cpu().contiguous() + 0.0  # -0.0 becomes 0.0
                 digest.update(values.numpy().astype("<f4", copy=False).data)
         return f"sha256:{digest.hexdigest()}"
 

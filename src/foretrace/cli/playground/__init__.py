@@ -45,4 +45,5 @@ def _load_backend(
         return ServerBackend(model, attributes)
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
-    return LocalBackend(lm, tokenizer, loaded_hmm, attributes)
+    build_probe = goal_options.probe_builder(lm, tokenizer)
+    return LocalBackend(lm, tokenizer, loaded_hmm, attributes, build_probe)

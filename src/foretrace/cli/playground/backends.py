@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from foretrace.chat import Prompt, as_messages
 from foretrace.cli.explain import TokenTable, explain_tokens
 from foretrace.cli.goal_options import (
+    BuildProbe,
     GoalSettings,
     LoadedGoals,
     load_goals,
@@ -117,6 +118,7 @@ class LocalBackend:
     tokenizer: "PreTrainedTokenizerBase"
     hmm: "HMM"
     attributes: Path
+    build_probe: BuildProbe
     # The unsteered and the steered text of a request share its goals, and so do turns of a chat.
     _last_goals: tuple[PlaygroundRequest, LoadedGoals] | None = None
 
@@ -160,6 +162,7 @@ class LocalBackend:
                 [request.goal],
                 request.settings(),
                 request.horizon,
+                build_probe=self.build_probe,
             )
             self._last_goals = request, goals
         return self._last_goals[1]
