@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-from foretrace.attribute import Attribute
+from foretrace.attribute import Attribute, ContextReward
+from foretrace.attribute.terms import Terms
+from foretrace.context import Probe
 
 
 def write_random(
@@ -22,3 +24,12 @@ def write_random(
     attribute = Attribute.from_weights(weights, tokenizer_fingerprint=known)
     config = replace(attribute.config, levels={"mild": 1.0, "medium": 2.0, "strong": 4.0})
     replace(attribute, config=config).save(folder / f"{name}.safetensors")
+
+
+def random_context(probe: Probe, rank: int = 4, seed: int = 0) -> Attribute:
+    """Return an attribute with a random context reward alone, for the LM of a probe."""
+    generator, width = torch.Generator().manual_seed(seed), len(probe.inverse)
+    readers = 0.1 * torch.randn(rank, width + 1, generator=generator)
+    writers = 0.1 * torch.randn(rank, width, generator=generator)
+    context = ContextReward(readers, writers, probe.config.fingerprint)
+    return Attribute(Terms.one(), context=context)

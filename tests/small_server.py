@@ -48,4 +48,4 @@ def small_server(
 @pytest.fixture
 def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the decoding process take a config without an LM."""
-    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda config, hmm: None)
+    monkeypatch.setattr("foretrace.engines.vllm.core._check_model", lambda *checked: None)

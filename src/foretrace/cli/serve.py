@@ -23,6 +23,10 @@ def serve(
     model: goal_options.Model,
     hmm: goal_options.HMMSource,
     attributes: goal_options.Attributes,
+    probe: Annotated[
+        Path | None,
+        typer.Option(help="The LM's probe, for attributes with a context reward."),
+    ] = None,
     horizon: goal_options.Horizon = 64,
     memory: Annotated[int, typer.Option(min=1, help="Device memory for tables, in MB.")] = 1024,
     tables: Annotated[
@@ -37,18 +41,22 @@ def serve(
 ) -> None:
     """Start vLLM's OpenAI-compatible server. Other options are passed on to vLLM."""
     from foretrace.attribute import AttributeStore
+    from foretrace.context import Probe, read_head
     from foretrace.engines.vllm.settings import Settings
     from foretrace.hmm import HMM
 
     _require_vllm()
     _check_vllm_options(context.args)
     find_model(model)
+    if probe is not None:
+        Probe.load(probe, fingerprint=read_head(model).fingerprint)
     loaded_hmm = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
         attributes=str(attributes.resolve()),
         tokenizer=_tokenizer(context.args, model),
+        probe="" if probe is None else str(probe.resolve()),
         tables=str((tables or Path(gettempdir())).resolve()),
         horizon=horizon,
         memory_mb=memory,

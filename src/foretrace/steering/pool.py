@@ -127,7 +127,7 @@ class TablePool:
             InvalidInputError: If a marker has another tokenizer, the probe belongs to another LM
                 than the probe in use, or a part that `find` returned is not in the pool any more.
         """
-        if goal.probe is not None:
+        if goal.has_context:
             self._use(goal.probe)
         after, until = goal.window.after, goal.window.until
         taken: list[str] = []
@@ -145,7 +145,9 @@ class TablePool:
             raise
         return replace(goal, factors=factors, window=Window(after, until))
 
-    def _use(self, probe: Probe) -> None:
+    def _use(self, probe: Probe | None) -> None:
+        if probe is None:
+            raise InvalidInputError("A goal with a context reward needs the probe of its LM.")
         if self.context is None:
             self.context = ContextPool(probe, self.hmm)
         self.context.probe.require_head(probe.config.fingerprint)

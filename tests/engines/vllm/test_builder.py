@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute
+from foretrace.context import Head, Probe
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.builder import TableBuilder, require_small
 from foretrace.engines.vllm.params import SteeringParams, parse
@@ -20,6 +21,7 @@ from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Compiler
+from random_attributes import random_context
 
 WORDS = 40
 HORIZON = 6
@@ -192,8 +194,8 @@ def test_levels_come_from_the_file_or_from_the_hmm(
 @pytest.mark.parametrize(
     ("goal", "more", "why"),
     [
-        ("kind | formal", {}, "evidence, which | cannot combine"),
-        ("kind & (formal | mixed)", {}, "combines evidence with a sum of 3 products"),
+        ("kind | formal", {}, "rewards, which | cannot combine"),
+        ("kind & (formal | mixed)", {}, "combines rewards with a sum of 3 products"),
         ("~(kind & formal)", {}, "Negate single attributes"),
         ("kind", {"transform": [2, 0]}, "Steer toward it by strength or level"),
         ("~formal", {"strength": 2}, "~formal is a sum of 2 products"),
@@ -213,6 +215,25 @@ def test_goals_that_are_too_large_are_refused_before_any_build(
     with pytest.raises(InvalidInputError, match=re.escape(why)):
         builder.build(_params(goal, **more))
     assert not list(builder.store.folder.iterdir())
+
+
+def test_context_rewards_need_the_probe_of_their_lm(hmm: HMM, folder: Path) -> None:
+    probes = [Probe.build(Head(torch.rand(WORDS, 8), scale=scale)) for scale in (1.0, 2.0)]
+    random_context(probes[0], rank=20).save(folder / "moody.safetensors")
+    for probe, why in ((None, "which needs a probe"), (probes[1], "but the probe is of")):
+        with pytest.raises(InvalidInputError, match=why):
+            _builder(hmm, folder, probe=probe).build(_params("moody & formal", strength=1))
+    builder = _builder(hmm, folder, probe=probes[0])
+    (key,) = builder.build(_params("moody & formal", strength=2)).tables
+    size, loaded = builder.store.size(key), builder.store.lookahead(key, hmm, HORIZON)
+    assert (size.terms, size.rank, size.has_evidence) == (1, 20, True)
+    expected = Attribute.load(folder / "moody.safetensors").context
+    assert expected is not None
+    assert loaded.attribute.context is not None
+    assert torch.equal(loaded.attribute.context.writers, 2 * expected.writers)
+    for goals in (" & ".join(["moody"] * 4), ["moody & moody", "formal & ~moody & moody"]):
+        with pytest.raises(InvalidInputError, match="80 components of context rewards, but 64"):
+            builder.build(_params(goals, strength=1))
 
 
 def test_texts_alone_are_one_term_however_many(hmm: HMM, folder: Path) -> None:

@@ -21,6 +21,7 @@ from foretrace.attribute import Attribute
 from foretrace.attribute.expression import Contains
 from foretrace.chat import as_messages
 from foretrace.cli.playground.backends import PlaygroundRequest, ServerBackend
+from foretrace.context import Probe
 from foretrace.engines.transformers import generate_tokens
 from foretrace.engines.vllm.params import parse
 from foretrace.engines.vllm.settings import Settings
@@ -66,7 +67,8 @@ class TransformersEngine:
         self.hmm = HMM.from_pretrained(EXAMPLE)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        names = ("a0", "a1", "a2")
+        self.probe = Probe.load(attributes.parent / "probe.safetensors")
+        names = ("a0", "a1", "a2", "moody")
         self.loaded = {name: Attribute.load(attributes / f"{name}.safetensors") for name in names}
         self.goals: dict[str, ft.CompiledGoal | None] = {}
 
@@ -95,7 +97,8 @@ class TransformersEngine:
         asked = parse(given)
         if asked is None:
             return None
-        compiler = ft.Compiler(self.hmm, 64 if asked.horizon is None else asked.horizon)
+        horizon = 64 if asked.horizon is None else asked.horizon
+        compiler = ft.Compiler(self.hmm, horizon, self.probe)
         assert not isinstance(asked.window, str)
         settings = {
             "neutral_end": asked.neutral_end,
@@ -143,7 +146,8 @@ def test_the_second_model_runner_writes_the_same(
         for ids, goal in zip(prompts, asked, strict=True)
     ]
     tables, tokenizer = str(folder.parent / "tables"), str(smollm2)
-    settings = Settings(str(EXAMPLE), str(folder), tables, tokenizer=tokenizer)
+    probe = str(folder.parent / "probe.safetensors")
+    settings = Settings(str(EXAMPLE), str(folder), tables, tokenizer=tokenizer, probe=probe)
     answers = run_second_runner(smollm2, given, settings)["tokens"]
     assert answers == other_engine.write(prompts, asked, 6)
 
@@ -164,6 +168,8 @@ def _requests(model: Path, count: int) -> tuple[list[list[int]], list[dict[str, 
         {"goal": "a2", "strength": 1, "must_contain": ["no", "yes"], "must_not_contain": "and"},
         {"must_not_contain": " the"},
         {"goal": "a1", "strength": 3, "after": " ", "window": 3},
+        {"goal": "moody", "strength": 1},
+        {"goal": "a1 & ~moody", "strength": 0.5, "must_not_contain": " the"},
         None,
     ]
     texts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
@@ -193,6 +199,35 @@ def test_what_must_occur_occurs(real: tuple[str, Path]) -> None:
     (refused,) = ask_all(address, [short])
     assert isinstance(refused, BadRequestError)
     assert "tokens at least" in str(refused)
+
+
+def test_biased_logits_are_solved_or_context_is_left_out(
+    real: tuple[str, Path], other_engine: TransformersEngine
+) -> None:
+    """Biases of tokens that the probe reads, which no text contains."""
+    address, goal = real[0], {"goal": "moody", "strength": 1}
+    tokens = other_engine.probe.tokens.tolist()
+    texts = BEGINNINGS.read_text("utf-8").splitlines()[:6]
+
+    def write(given: dict[str, Any] | None, biased: int) -> list[list[int]]:
+        bias = {str(token): -8.0 for token in tokens[:biased]}
+        requests = [completion(text, given, max_tokens=8, logit_bias=bias) for text in texts]
+        return [_tokens(answer) for answer in ask_all(address, requests, retries=20)]
+
+    steered, before = write(goal, 0), _unreadable(address)
+    assert steered != write(None, 0)
+    assert write(goal, 20) == steered
+    assert _unreadable(address) == before
+    assert write(goal, 400) == write(None, 400)
+    assert _unreadable(address) == before + 8 * len(texts)
+
+
+def _unreadable(address: str) -> int:
+    """Return how many tokens had no context reward."""
+    with urllib.request.urlopen(f"{address}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    values = [line.split()[-1] for line in lines if line.startswith("foretrace_unreadable_total")]
+    return sum(int(float(value)) for value in values)
 
 
 @pytest.mark.shows("vLLM, runner V1", "structured outputs")

@@ -25,7 +25,7 @@ import torch
 from foretrace.attribute import LogitAffine
 from foretrace.attribute.automaton import UNREACHABLE, WeightedAutomaton
 from foretrace.engines.vllm import metrics
-from foretrace.engines.vllm.builder import require_few_terms, require_transformable
+from foretrace.engines.vllm.builder import require_small_goals, require_transformable
 from foretrace.engines.vllm.builds import BuildQueue, BuildWorker, TooManyBuildsError
 from foretrace.engines.vllm.params import ADMISSION, KEYS, Admission, names_goal, parse
 from foretrace.engines.vllm.settings import Settings, open_builder
@@ -398,7 +398,7 @@ def check_limits(admission: Admission, sizes: Sequence[GoalSize], limit: int | N
         sizes: The size of each goal.
         limit: The maximum number of tokens of the text.
     """
-    require_few_terms(sum(size.terms for size in sizes))
+    require_small_goals(sum(size.terms for size in sizes), sum(size.rank for size in sizes))
     for transform, size in zip(admission.transforms, sizes, strict=True):
         require_transformable(LogitAffine(*transform), size.has_evidence)
     required = [size.min_tokens for size in sizes if size.min_tokens is not None]

@@ -15,6 +15,7 @@ from typing import Any
 
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
 from foretrace.attribute.expression import Contains, Operator
+from foretrace.context import Probe
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.params import Admission, SteeringParams
 from foretrace.engines.vllm.table_store import ByteLRU, TableStore
@@ -27,6 +28,7 @@ from foretrace.errors import (
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from foretrace.steering import Compiler, Marker
+from foretrace.steering.goal import require_probe
 from foretrace.steering.goal_text import GoalText
 from foretrace.steering.markers import CompiledMarker
 
@@ -38,6 +40,7 @@ ATTRIBUTE_MEMORY = (
 )  # bytes of attributes that are kept, with the strengths of their levels
 MAX_COMPARED = 500  # names, when a name is misspelt
 MAX_TERMS = 16  # of all goals of a request: each costs a table, and its share of every step
+MAX_RANK = 64  # of the context rewards of a request: a step pads all rows to the largest one
 MAX_STATES, MAX_TABLES = 64, 256  # of a goal's automaton, and of that times the goal's terms
 
 
@@ -54,6 +57,7 @@ class TableBuilder:
         store: TableStore,
         *,
         horizon: int = 64,
+        probe: Probe | None = None,
         load_token_bytes: Callable[[], TokenBytes] | None = None,
         observe: Callable[[str, float], None] = lambda event, value: None,
     ) -> None:
@@ -64,10 +68,12 @@ class TableBuilder:
             attributes: Folder of attribute files.
             store: Where tables are kept.
             horizon: Tokens that every table looks ahead.
+            probe: The probe of the LM, for attributes with a context reward.
             load_token_bytes: Loads the bytes of each token, for goals that name texts.
             observe: Called with "build" and the seconds that it took.
         """
         self.hmm, self.horizon, self.store, self.observe = hmm, horizon, store, observe
+        self.probe = probe
         self.attributes = AttributeStore(
             attributes, tokenizer_fingerprint=hmm.config.tokenizer_fingerprint
         )
@@ -79,6 +85,8 @@ class TableBuilder:
         self._compiler = Compiler(hmm, horizon, memory=0)  # it remembers the strengths of levels
         self._loaded: ByteLRU[Attribute] = ByteLRU(ATTRIBUTE_MEMORY)
         self._identity = [VERSION, hmm.checksum, hmm.config.eos_token_ids, horizon]
+        if probe is not None:  # a server without one refuses context rewards
+            self._identity.append(probe.config.fingerprint)
         self._lock = Lock()
         self._listed: tuple[int, list[str]] = (0, [])
 
@@ -131,6 +139,8 @@ class TableBuilder:
         """Build the table of a goal; find strengths that were not calibrated with the HMM."""
         began = perf_counter()
         attributes = {name: self._attribute(name) for name in goal.names}
+        for one in attributes.values():
+            require_probe(one, self.probe)
         ((attribute, _),) = self._compiler.merge(goal.goals(attributes, self._contains))
         self.store.add_lookahead(key, Lookahead(self.hmm, attribute, self.horizon))
         self.observe("build", perf_counter() - began)
@@ -144,8 +154,9 @@ class TableBuilder:
     def _key(self, goal: GoalText) -> str:
         """Return a hash of what a table depends on.
 
-        That is the HMM, the horizon, the operands with their strength or level, the attribute files
-        and the tokenizer. The transform is not part of it: it is applied to the table's result.
+        That is the HMM, the horizon, the operands with their strength or level, the attribute
+        files, the tokenizer and the LM of the probe. The transform is not part of it: it is applied
+        to the table's result.
         """
         operands = [
             [[*map(str, operand.expression.steps)], operand.strength or operand.level]
@@ -261,33 +272,37 @@ def _num_bytes(attribute: Attribute) -> int:
     terms = attribute.terms
     tensors = [terms.tokens, terms.log_weights]
     tensors += [part for one in attribute.evidence for part in (one.tokens, one.rewards)]
+    if attribute.context is not None:
+        tensors += [attribute.context.readers, attribute.context.writers]
     return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """An upper bound of the number of terms of an attribute."""
+    """An upper bound of the number of terms of an attribute, and of its rank in context."""
 
     terms: int
     has_evidence: bool = False
     is_simple: bool = False
-    """Whether it is a constraint or evidence alone: its negation has as many terms."""
+    """Whether it is a constraint or rewards alone: its negation has as many terms."""
+    rank: int = 0
 
     @classmethod
     def of(cls, attribute: Attribute) -> "_Bound":
         evidence, terms = attribute.evidence, attribute.terms
         alone = len(evidence) + (terms.automaton is not None) <= 1 and not len(terms.tokens)
-        return cls(len(terms), bool(evidence), alone and len(terms) == 1)
+        rank = 0 if attribute.context is None else len(attribute.context)
+        return cls(len(terms), attribute.has_rewards, alone and len(terms) == 1, rank)
 
     def __and__(self, other: "_Bound") -> "_Bound":
         has_evidence = self.has_evidence or other.has_evidence
         is_simple = self.is_simple and other.is_simple and not has_evidence
-        return _Bound(self.terms * other.terms, has_evidence, is_simple)
+        return _Bound(self.terms * other.terms, has_evidence, is_simple, self.rank + other.rank)
 
     def __or__(self, other: "_Bound") -> "_Bound":
         if self.has_evidence or other.has_evidence:
             raise InvalidInputError(
-                "A goal combines evidence, which | cannot combine. Use &, or fit one attribute."
+                "A goal combines rewards, which | cannot combine. Use &, or fit one attribute."
             )
         if self.is_simple and other.is_simple:
             return self
@@ -298,7 +313,7 @@ class _Bound:
             return self
         if self.has_evidence:
             raise InvalidInputError(
-                "A goal negates a conjunction with evidence. Negate single attributes: ~a & ~b."
+                "A goal negates a conjunction with rewards. Negate single attributes: ~a & ~b."
             )
         return _Bound(self.terms + 1)
 
@@ -313,14 +328,14 @@ def require_small(goals: Sequence[GoalText], load: Callable[[str], Attribute]) -
     Raises:
         InvalidInputError: The goals are too large, or cannot be combined.
     """
-    total = 0
+    total = rank = 0
     for goal in goals:
         attributes = {name: load(name) for name in goal.names}
         bound = _bound_terms(goal, attributes)
         states = _bound_states(goal, attributes)
         if bound.has_evidence and bound.terms > 1:
             raise InvalidInputError(
-                f"A goal combines evidence with a sum of {bound.terms} products. Combine evidence "
+                f"A goal combines rewards with a sum of {bound.terms} products. Combine evidence "
                 f"with single products, required and forbidden texts, and other evidence only."
             )
         if states > 1 and (states > MAX_STATES or states * bound.terms > MAX_TABLES):
@@ -331,8 +346,8 @@ def require_small(goals: Sequence[GoalText], load: Callable[[str], Attribute]) -
                 f"attributes."
             )
         require_transformable(goal.transform, bound.has_evidence)
-        total += bound.terms
-    require_few_terms(total)
+        total, rank = total + bound.terms, rank + bound.rank
+    require_small_goals(total, rank)
 
 
 def _bound_terms(goal: GoalText, attributes: Mapping[str, Attribute]) -> _Bound:
@@ -371,18 +386,20 @@ def _bound_states(goal: GoalText, attributes: Mapping[str, Attribute]) -> int:
 
 
 def require_transformable(transform: LogitAffine, has_evidence: bool) -> None:
-    """Raise if evidence would be transformed."""
+    """Raise if rewards would be transformed."""
     if has_evidence and not transform.is_identity:
         raise InvalidInputError(
-            "A transform applies to probabilities, and a goal has evidence. Steer toward it by "
+            "A transform applies to probabilities, and a goal has rewards. Steer toward it by "
             "strength or level."
         )
 
 
-def require_few_terms(count: int) -> None:
-    """Raise if the goals of a request have too many terms."""
-    if count > MAX_TERMS:
-        raise InvalidInputError(
-            f"The goals of this request have {count} terms, but {MAX_TERMS} are allowed. Use fewer "
-            f"attributes."
-        )
+def require_small_goals(terms: int, rank: int) -> None:
+    """Raise if the goals of a request have too many terms, or too many context components."""
+    counts = ((terms, MAX_TERMS, "terms"), (rank, MAX_RANK, "components of context rewards"))
+    for count, most, name in counts:
+        if count > most:
+            raise InvalidInputError(
+                f"The goals of this request have {count} {name}, but {most} are allowed. Use fewer "
+                f"attributes."
+            )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretrace.attribute import LogitAffine
+from foretrace.context import Probe
 from foretrace.engines.vllm import metrics
 from foretrace.engines.vllm.params import ADMISSION, Admission, names_goal, parse
 from foretrace.engines.vllm.settings import Settings, open_builder
@@ -85,12 +86,13 @@ class SteeringCore:
         """
         self.builder = open_builder(device, metrics.observe_cache)
         self.hmm = self.builder.hmm
-        _check_model(vllm_config, self.hmm)
+        _check_model(vllm_config, self.hmm, self.builder.probe)
         self.builder.load_tokenizer()  # markers need it, and a request must not hold up the batch
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.loader = TableLoader(self.builder.store, self.hmm, self.builder.horizon)
         self.steering = Steering(self.hmm, memory=Settings.from_environment().memory_mb << 20)
         self.price_counter = metrics.PriceCounter()
+        self.unreadable_counter = metrics.UnreadableCounter(self.steering)
         self.ends = _ends(vllm_config, self.hmm.config.eos_token_ids)
         self._logged = -SECONDS_BETWEEN_LOGS
 
@@ -192,6 +194,7 @@ class SteeringCore:
                 parts[admission.markers[window]] if isinstance(window, str) else window,
             ),
             admission.neutral_end,
+            self.builder.probe,
         )
 
     def start(self, entries: Sequence[RequestEntry]) -> None:
@@ -270,6 +273,7 @@ class SteeringCore:
             failed: Rows that may only end.
         """
         prices = self.steering.reweight_(logits, slots, measure=self.price_counter.is_due())
+        self.unreadable_counter.step()
         if prices is not None:
             self.price_counter.add(*prices)
         if failed:
@@ -295,8 +299,8 @@ def _ends(config: "VllmConfig", hmm_ends: tuple[int, ...]) -> list[int]:
     return list(hmm_ends) or ([lm_ends] if isinstance(lm_ends, int) else list(lm_ends or [0]))
 
 
-def _check_model(config: "VllmConfig", hmm: HMM) -> None:
-    """Refuse the HMM of another LM when the server starts."""
+def _check_model(config: "VllmConfig", hmm: HMM, probe: Probe | None) -> None:
+    """Refuse the HMM or the probe of another LM when the server starts."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     vocab_size = config.model_config.get_vocab_size()
@@ -305,6 +309,15 @@ def _check_model(config: "VllmConfig", hmm: HMM) -> None:
             f"The HMM has a vocabulary of {hmm.vocab_size} tokens, but the LM has {vocab_size}. "
             f"Use the HMM of this LM."
         )
+    if probe is not None:
+        found = (config.model_config.get_hidden_size(), vocab_size)
+        expected = (len(probe.inverse), probe.vocab_size)
+        if found[0] != expected[0] or found[1] < expected[1]:
+            raise InvalidInputError(
+                f"The probe reads hidden states of {expected[0]} numbers from {expected[1]} "
+                f"logits, but the LM has {found[0]} and {found[1]}. Make the probe of this LM "
+                f"with `foretrace probe LM --out FILE`."
+            )
     tokenizer = cached_tokenizer_from_config(config.model_config)
     if tokenizer is not None:
         known = hmm.config.tokenizer_fingerprint

@@ -7,6 +7,8 @@ from time import perf_counter
 from prometheus_client import Counter, Histogram
 from torch import Tensor
 
+from foretrace.steering import Steering
+
 STEPS_BETWEEN_READS = 128  # of values on the device: reading them waits for it
 STEPS_BETWEEN_PRICES = 16  # a price costs several passes over the logits
 
@@ -15,6 +17,10 @@ REFUSED = Counter("foretrace_refused", "Requests with a goal that were refused."
 FAILED = Counter("foretrace_failed", "Admitted requests that could not be steered, and were ended.")
 UNMET = Counter(
     "foretrace_unmet", "Steered texts that ended without required text, or with forbidden text."
+)
+UNREADABLE = Counter(
+    "foretrace_unreadable",
+    "Steered tokens without a context reward, because the hidden state was not readable.",
 )
 HITS = Counter("foretrace_table_hits", "Lookahead tables found in memory.")
 MISSES = Counter("foretrace_table_misses", "Lookahead tables read from disk.")
@@ -78,3 +84,18 @@ class PriceCounter:
             PRICE.inc(float(self.nats))
             PRICED.inc(int(self.tokens))
         self.nats = self.tokens = None
+
+
+class UnreadableCounter:
+    """Counts tokens without a context reward, which the steering sums on the device."""
+
+    def __init__(self, steering: Steering) -> None:
+        self.steering, self.steps, self.known = steering, 0, 0
+
+    def step(self) -> None:
+        """End a step; read the sum now and then, or at every step if that does not wait."""
+        self.steps += 1
+        if self.steering.hmm.device.type == "cpu" or self.steps % STEPS_BETWEEN_READS == 0:
+            total = self.steering.unreadable
+            UNREADABLE.inc(total - self.known)
+            self.known = total

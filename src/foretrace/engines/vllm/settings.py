@@ -37,6 +37,8 @@ class Settings:
     """Largest body of a request."""
     tokenizer: str = ""
     """The LM's tokenizer, a folder or a hub id; needed for required and forbidden texts."""
+    probe: str = ""
+    """The LM's probe, a file; needed for attributes with a context reward."""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -69,6 +71,7 @@ class Settings:
 @cache
 def open_builder(device: "torch.device", observe: "Callable[[str, float], None]") -> "TableBuilder":
     """Load the HMM onto a device and open the folders, once in each process."""
+    from foretrace.context import Probe
     from foretrace.engines.vllm.builder import TableBuilder
     from foretrace.engines.vllm.table_store import TableStore
     from foretrace.hmm import HMM
@@ -84,6 +87,7 @@ def open_builder(device: "torch.device", observe: "Callable[[str, float], None]"
         folder,
         TableStore(settings.tables, settings.disk_mb << 20),
         horizon=settings.horizon,
+        probe=Probe.load(settings.probe) if settings.probe else None,
         load_token_bytes=load if settings.tokenizer else None,
         observe=observe,
     )

@@ -65,6 +65,9 @@ class GoalSize(NamedTuple):
     requires_text: bool
     """Whether a text can lack what is required, and get it with more tokens."""
     has_evidence: bool
+    """Whether there are rewards, of words or of context."""
+    rank: int = 0
+    """The number of components of the context reward."""
 
     @classmethod
     def of(cls, lookahead: Lookahead) -> Self:
@@ -76,7 +79,8 @@ class GoalSize(NamedTuple):
             sum(tensor.nbytes for tensor in lookahead.tables),
             None if automaton is None else int(automaton.min_tokens(vocab_size)[0]),
             automaton is not None and automaton.requires_text(vocab_size),
-            bool(attribute.evidence),
+            attribute.has_rewards,
+            0 if attribute.context is None else len(attribute.context),
         )
 
 
