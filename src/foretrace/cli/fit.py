@@ -59,6 +59,7 @@ def fit(
     plot: options.Plot = None,
     lm: options.LM = None,
     hmm: options.HMM = None,
+    context: options.Context = True,
     tokenizer: options.Tokenizer = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -91,6 +92,8 @@ def fit(
     fitter = _Fitter(models, window, config, [*kept_words, *texts.instruction_words])
     if by is not None:
         fitter.fit_labels(texts, out)
+        if lm and context:
+            typer.echo("Attributes of --by read words alone: they have no context rewards.")
         return
     if score_options.scored:
         cache = out.with_suffix(".scores.jsonl")
@@ -106,13 +109,24 @@ def fit(
     if lm and attribute.has_power and attribute.has_weights:
         name_of_prompts = f"{prompts}" if prompts else "openings of the language model"
         measured = models.measure(
-            attribute, texts.column("text"), scores, prompt_texts, name_of_prompts, seed
+            attribute,
+            texts.column("text"),
+            scores,
+            prompt_texts,
+            name_of_prompts,
+            seed,
+            states=out.with_suffix(".states") if context else None,
+            keep=fitter.keep,
         )
         measured.save(out)
 
 
 class _Fitter:
-    """Tokenizes texts, fits attributes, saves them and prints a summary."""
+    """Tokenizes texts, fits attributes, saves them and prints a summary.
+
+    Attributes:
+        keep: The tokens that must not decide.
+    """
 
     def __init__(
         self, models: Models, window: int, config: "FitConfig", kept_words: list[str]
@@ -124,6 +138,7 @@ class _Fitter:
         if kept_words:
             config = replace(config, keep=word_tokens(kept_words, self.tokenizer))
             typer.echo(f"{len(config.keep)} tokens of {len(kept_words)} words do not decide")
+        self.keep = config.keep
         self.settings = {
             "config": config,
             "tokenizer": self.tokenizer,

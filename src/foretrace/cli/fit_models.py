@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import typer
+
 from foretrace.cli.goal_options import (
     UNIGRAM,
     load_hmm,
@@ -61,24 +63,52 @@ class Models:
         prompts: Sequence[str],
         prompts_name: str,
         seed: int,
+        *,
+        states: Path | None,
+        keep: Sequence[int],
     ) -> "Attribute":
-        """Find the strengths of levels, measure what they change, and print a verdict."""
+        """Find the strengths of levels, measure what they change, and print a verdict.
+
+        With a folder for states, add a context reward first, if it helps.
+        """
+        from foretrace.engines.transformers.context import add_context
         from foretrace.engines.transformers.judged_runs import fit_judge
         from foretrace.engines.transformers.verdict import calibrate_and_report
 
         assert self.lm is not None
         assert self.hmm is not None
+        lm, tokenizer, hmm = self.lm, self.tokenizer, self.hmm
+        build_probe = probe_builder(lm, tokenizer)
+        with ProgressBars(resumes=True) as bars:
+            judge = fit_judge(lm, tokenizer, texts, scores, bars.update)
+            if states is not None:
+                attribute = add_context(
+                    lm,
+                    tokenizer,
+                    hmm,
+                    attribute,
+                    judge=judge,
+                    texts=texts,
+                    scores=scores,
+                    folder=states,
+                    prompts=prompts,
+                    keep=keep,
+                    build_probe=build_probe,
+                    seed=seed,
+                    on_progress=bars.update,
+                )
+        if states is not None:
+            typer.echo(attribute.config.fit["context"]["summary"])
         source = {"model": self.name, "hmm": self.hmm_name, "prompts": prompts_name}
         with ProgressBars(resumes=False) as bars:
-            judge = fit_judge(self.lm, self.tokenizer, texts, scores, bars.update)
             measured = calibrate_and_report(
-                self.lm,
-                self.tokenizer,
-                self.hmm,
+                lm,
+                tokenizer,
+                hmm,
                 attribute,
                 prompts=prompts,
                 judge=judge,
-                probe=probe_for([attribute], probe_builder(self.lm, self.tokenizer)),
+                probe=probe_for([attribute], build_probe),
                 seed=seed,
                 source=source,
                 on_progress=bars.update,

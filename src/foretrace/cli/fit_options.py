@@ -63,8 +63,8 @@ NumTexts = Annotated[
 Prompts = Annotated[
     Path | None,
     _TextOption(
-        help="Prompts that the LM continues, as samples for a scorer and for the verdict: .jsonl, "
-        ".csv, .txt. Default: openings that it writes."
+        help="Prompts that the LM continues, as samples for a scorer and for --context, and for "
+        "the verdict: .jsonl, .csv, .txt. Default: openings that it writes."
     ),
 ]
 WriterURL = Annotated[
@@ -150,6 +150,13 @@ HMM = Annotated[
     _LMOption(
         help="Its HMM: a folder, or a hub id. Without one, goals look at the next token alone. "
         "With --tokenizer, it makes rewards cost less."
+    ),
+]
+Context = Annotated[
+    bool,
+    _LMOption(
+        help="Also fit rewards that depend on what the LM makes of the text so far, and keep them "
+        "if they help. This takes minutes. With --by, there are none."
     ),
 ]
 Tokenizer = Annotated[

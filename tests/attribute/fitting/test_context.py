@@ -10,6 +10,7 @@ from foretrace.attribute.fitting.context import TokenStates, fit_context
 from foretrace.errors import InvalidInputError
 
 WIDTH, VOCAB, TEXTS, LENGTH = 12, 40, 4_000, 16
+NO_REWARDS = torch.zeros(VOCAB)
 
 
 def features() -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +43,12 @@ def test_an_effect_that_depends_on_the_context_is_recovered() -> None:
     centred, table, basis = features()
     data, steps = planted(), []
     fitted = fit_context(
-        data, table.half(), basis, "sha256:0", on_progress=lambda *step: steps.append(step)
+        data,
+        NO_REWARDS,
+        table.half(),
+        basis,
+        "sha256:0",
+        on_progress=lambda *step: steps.append(step),
     )
     assert fitted.improves
     assert steps[-1] == (len(steps), len(steps))
@@ -55,7 +61,7 @@ def test_an_effect_that_depends_on_the_context_is_recovered() -> None:
 
 def test_noise_does_not_improve_the_loss() -> None:
     _, table, basis = features()
-    fitted = fit_context(planted(noise=True), table, basis, "sha256:0")
+    fitted = fit_context(planted(noise=True), NO_REWARDS, table, basis, "sha256:0")
     assert not fitted.improves
 
 
@@ -64,9 +70,11 @@ def test_the_fit_depends_on_the_seed_and_not_on_shards() -> None:
     data = planted()
     short = replace(data, held_out=data.held_out | (torch.arange(TEXTS) > 300))
     torch.manual_seed(1)
-    first = fit_context(short, table, basis, "sha256:0")
-    second = fit_context(replace(short, shards=[torch.cat(list(data.shards))]), table, basis, "x")
-    other = fit_context(short, table, basis, "sha256:0", seed=1)
+    first = fit_context(short, NO_REWARDS, table, basis, "sha256:0")
+    second = fit_context(
+        replace(short, shards=[torch.cat(list(data.shards))]), NO_REWARDS, table, basis, "x"
+    )
+    other = fit_context(short, NO_REWARDS, table, basis, "sha256:0", seed=1)
     assert torch.equal(first.reward.readers, second.reward.readers)
     assert not torch.equal(first.reward.readers, other.reward.readers)
 

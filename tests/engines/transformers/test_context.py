@@ -1,5 +1,6 @@
 """A context reward is fitted with the LM, and kept only if steered texts are better with it."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,32 @@ def test_the_best_weight_is_kept_if_it_helps(
         assert torch.equal(chosen.context.writers, weight * reward.writers)
 
 
+def texts_with_order() -> tuple[list[str], list[float]]:
+    """Texts whose words say something, and their order more: two kinds of words meet, or do not."""
+    source, texts, scores = random.Random(0), [], []
+    kinds = WORDS[1:20], WORDS[20:39]
+    for number in range(400):
+        side = number % 2
+        first = [source.choice(kinds[0]) for _ in range(8)]
+        second = [source.choice(kinds[1]) for _ in range(8)]
+        words = (
+            [*first, *second]
+            if side
+            else [w for pair in zip(first, second, strict=True) for w in pair]
+        )
+        words[source.randrange(16)] = source.choice(WORDS[40:50] if side else WORDS[50:60])
+        texts.append(" ".join(words))
+        scores.append(float(side))
+    return texts, scores
+
+
 @pytest.mark.parametrize("prompts", [(), ("w1 w2", "w3")])
 def test_words_alone_are_compared_with_context_at_the_same_price(
     model: PreTrainedModel, tmp_path: Path, prompts: tuple[str, ...]
 ) -> None:
     """With an HMM of one state, as if there were none."""
-    texts, scores = scored_texts(meaningful=True)
-    frequencies = torch.ones(len(WORDS))
-    hmm = HMM.unigram(frequencies, eos_token_ids=[0])
+    texts, scores = texts_with_order()
+    hmm = HMM.unigram(torch.ones(len(WORDS)), eos_token_ids=[0])
     stages: list[str] = []
     chosen = add_context(
         model,

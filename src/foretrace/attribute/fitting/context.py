@@ -13,10 +13,10 @@ from torch.nn.functional import dropout
 from foretrace.attribute.context import ContextReward
 from foretrace.errors import InvalidInputError
 
-RANK = 16
+RANK = 8
 DROPOUT = 0.3  # of hidden states and of token features
-RIDGE = 0.01  # on the rewards
-STATE_RIDGE = 1e-4  # on what the context alone says
+RIDGE = 0.03  # on the context reward
+STATE_RIDGE = 1e-4  # on what the context alone and the word alone say
 EPOCHS = 3
 BATCH, MIN_BATCHES = 2_048, 16  # tokens of a step at most, and steps of an epoch at least
 RATE = 2e-3  # the largest of the one-cycle schedule
@@ -82,7 +82,8 @@ class ContextFit(NamedTuple):
 
     Attributes:
         reward: The reward.
-        record: The settings, and the log-loss on held-out tokens without the reward and with it.
+        record: The settings, the log-loss on held-out tokens without the reward and with it, and
+            the standard error of their difference over texts.
     """
 
     reward: ContextReward
@@ -90,12 +91,14 @@ class ContextFit(NamedTuple):
 
     @property
     def improves(self) -> bool:
-        """Whether the reward improves the log-loss on held-out tokens."""
-        return bool(self.record["loss"] < self.record["loss_without"])
+        """Whether the log-loss on held-out tokens improves by more than two standard errors."""
+        gain = self.record["loss_without"] - self.record["loss"]
+        return bool(gain > 2 * self.record["standard_error"])
 
 
 def fit_context(
     data: TokenStates,
+    rewards: Tensor,
     features: Tensor,
     basis: Tensor,
     fingerprint: str,
@@ -105,12 +108,14 @@ def fit_context(
 ) -> ContextFit:
     """Fit a context reward by logistic regression on every token.
 
-    The score of the text is predicted from f(h) + r(h, x), for a token x and the hidden state h
-    before it. f is linear, and is not kept: it takes what the context alone says, so that r, the
-    reward, is what the choice of the token changes. r is bilinear in h and the features of x.
+    The score of the text is predicted from f(h, v) + r(h, x), for a token x with the reward v of
+    its word, and the hidden state h before it. f is linear, and is not kept: it takes what the
+    context alone and the word alone say, so that r, the context reward, is what the choice of the
+    token changes in its context. r is bilinear in h and the features of x, and 0 for a mean h.
 
     Args:
         data: The tokens and their states. They are read in batches.
+        rewards: The reward of each word, (V,).
         features: `Probe.features` of the LM, (V, k).
         basis: `Probe.basis`, (d, k).
         fingerprint: `Head.fingerprint` of the LM.
@@ -120,28 +125,38 @@ def fit_context(
     Returns:
         The reward, and what it improves.
     """
-    batches = _Batches(data, features)
+    batches = _Batches(data, rewards, features)
     width, count = basis.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _Model(width, count)
         _train(model, batches, on_progress)
-    without, loss = _held_out_loss(model, batches)
     record = {
         "rank": RANK,
         "features": count,
         "tokens": len(batches.fitted),
         "held_out_tokens": len(batches.held_out),
-        "loss_without": without,
-        "loss": loss,
+        **_held_out_loss(model, batches),
     }
     return ContextFit(model.reward(batches, basis, fingerprint), record)
 
 
-class _Batches:
-    """Batches of standardised states, token features and scores."""
+class _Batch(NamedTuple):
+    states: Tensor  # (n, d)
+    rewards: Tensor  # (n,)
+    features: Tensor  # (n, k)
+    scores: Tensor  # (n,)
 
-    def __init__(self, data: TokenStates, features: Tensor) -> None:
+    def with_dropout(self) -> "_Batch":
+        """Drop some states and features."""
+        states, features = (dropout(one, DROPOUT) for one in (self.states, self.features))
+        return self._replace(states=states, features=features)
+
+
+class _Batches:
+    """Batches of standardised states and rewards of words, of token features and of scores."""
+
+    def __init__(self, data: TokenStates, rewards: Tensor, features: Tensor) -> None:
         self.data, self.features = data, features
         self.fitted, self.held_out = data.rows(held_out=False), data.rows(held_out=True)
         self.size = max(1, min(BATCH, len(self.fitted) // MIN_BATCHES))
@@ -152,12 +167,18 @@ class _Batches:
         mean = total / len(self.fitted)
         variance = square / len(self.fitted) - mean.square()
         self.mean, self.deviation = mean.float(), variance.clamp_min(1e-12).sqrt().float()
+        scale = rewards[data.tokens[self.fitted].long()].square().mean().sqrt().clamp_min(1e-6)
+        self.rewards = (rewards / scale).float()
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return states (n, d), features (n, k) and scores (n,)."""
-        states = (self.data.read(rows) - self.mean) / self.deviation
-        features = self.features[self.data.tokens[rows].long()].float()
-        return states, features, self.data.scores[self.data.texts[rows]].float()
+    def read(self, rows: Tensor) -> "_Batch":
+        """Read a batch."""
+        tokens = self.data.tokens[rows].long()
+        return _Batch(
+            (self.data.read(rows) - self.mean) / self.deviation,
+            self.rewards[tokens],
+            self.features[tokens].float(),
+            self.data.scores[self.data.texts[rows]].float(),
+        )
 
     def __len__(self) -> int:
         return len(self.fitted) // self.size
@@ -170,42 +191,35 @@ class _Batches:
 
 
 class _Model(torch.nn.Module):
-    """Logits of a text's score at each of its tokens, without the reward and with it."""
+    """Logits of a text's score at each of its tokens, without the context reward and with it."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        self.without = _zero_linear(width)
-        self.beside = _zero_linear(width)  # the reward
+        self.without = _zero_linear(width + 1)
+        self.beside = _zero_linear(width + 1)  # the context reward
         self.readers = torch.nn.Parameter(START * width**-0.5 * torch.randn(RANK, width))
-        self.offsets = torch.nn.Parameter(torch.zeros(RANK))
         self.writers = torch.nn.Parameter(START * count**-0.5 * torch.randn(RANK, count))
-        self.direct = torch.nn.Parameter(torch.zeros(count))  # whatever the context
 
-    def forward(self, states: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         """Return both logits, (n,) each."""
-        read = states @ self.readers.T + self.offsets
-        reward = (read * (features @ self.writers.T)).sum(1) + features @ self.direct
-        return self.without(states)[:, 0], self.beside(states)[:, 0] + reward
+        known = torch.cat([batch.states, batch.rewards[:, None]], 1)
+        reward = ((batch.states @ self.readers.T) * (batch.features @ self.writers.T)).sum(1)
+        return self.without(known)[:, 0], self.beside(known)[:, 0] + reward
 
     def penalty(self) -> Tensor:
         """Return the squared penalty."""
-        low_rank = self.readers.square().sum() + self.writers.square().sum()
+        reward: Tensor = self.readers.square().sum() + self.writers.square().sum()
         alone = self.without.weight.square().sum() + self.beside.weight.square().sum()
-        rewards: Tensor = low_rank / RANK + self.direct.square().sum()
-        return 0.5 * RIDGE * rewards + STATE_RIDGE * alone
+        return 0.5 * RIDGE * reward + STATE_RIDGE * alone
 
     @torch.no_grad()
     def reward(self, batches: _Batches, basis: Tensor, fingerprint: str) -> ContextReward:
         """Return the reward of states that are not standardised, and of rows of the head."""
         readers = self.readers / batches.deviation
-        offsets = self.offsets - readers @ batches.mean
-        constant = torch.zeros(1, readers.shape[1] + 1)
-        constant[0, -1] = 1.0
-        readers = torch.cat([torch.cat([readers, offsets[:, None]], 1), constant])
-        # The directions of the basis are orthogonal.
-        back = (basis / basis.square().sum(0)).T
-        writers = torch.cat([self.writers, self.direct[None]]) @ back
-        return ContextReward(readers, writers, fingerprint)
+        offsets = -readers @ batches.mean
+        back = (basis / basis.square().sum(0)).T  # the directions of the basis are orthogonal
+        readers = torch.cat([readers, offsets[:, None]], 1)
+        return ContextReward(readers, self.writers @ back, fingerprint)
 
 
 def _zero_linear(width: int) -> torch.nn.Linear:
@@ -222,9 +236,9 @@ def _train(model: _Model, batches: _Batches, on_progress: OnSteps) -> None:
     total = EPOCHS * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=total + 1)
     for done, rows in enumerate(batches.epochs(), 1):
-        states, features, scores = batches.read(rows)
-        logits = model(dropout(states, DROPOUT), dropout(features, DROPOUT))
-        loss = sum((log_loss(one, scores) for one in logits), start=model.penalty())
+        batch = batches.read(rows)
+        logits = model(batch.with_dropout())
+        loss = sum((log_loss(one, batch.scores) for one in logits), start=model.penalty())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -233,12 +247,17 @@ def _train(model: _Model, batches: _Batches, on_progress: OnSteps) -> None:
 
 
 @torch.inference_mode()
-def _held_out_loss(model: _Model, batches: _Batches) -> tuple[float, float]:
-    """Return the mean log-loss on held-out tokens, without the reward and with it."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for rows in torch.split(batches.held_out, BATCH):
-        states, features, scores = batches.read(rows)
-        losses = [log_loss(one, scores, reduction="sum") for one in model(states, features)]
-        sums += torch.stack(losses).double()
-    without, loss = (sums / len(batches.held_out)).tolist()
-    return without, loss
+def _held_out_loss(model: _Model, batches: _Batches) -> dict[str, float]:
+    """Return the mean log-loss on held-out tokens, and the standard error of its improvement."""
+    data, rows = batches.data, batches.held_out
+    losses = torch.zeros(2, len(rows), dtype=torch.float64)
+    for part in torch.split(torch.arange(len(rows)), BATCH):
+        batch = batches.read(rows[part])
+        each = [log_loss(one, batch.scores, reduction="none") for one in model(batch)]
+        losses[:, part] = torch.stack(each).double()
+    without, loss = losses.mean(1).tolist()
+    deviations = losses[0] - losses[1] - (without - loss)
+    sums = torch.zeros(len(data.scores), dtype=torch.float64)
+    sums.index_add_(0, data.texts[rows].long(), deviations)
+    error = float(sums.square().sum().sqrt()) / len(rows)
+    return {"loss_without": without, "loss": loss, "standard_error": error}

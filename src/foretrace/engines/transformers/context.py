@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from foretrace.attribute import Attribute, ContextReward
+from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.context import ContextFit, TokenStates, fit_context
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.split import Split
@@ -32,6 +33,7 @@ from foretrace.engines.transformers.token_states import (
     sample_states,
 )
 from foretrace.engines.transformers.verdict import with_record
+from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, find_strength
 from foretrace.lookahead.strengths import HMMPrices
@@ -40,7 +42,7 @@ from foretrace.steering import Compiler, Goal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WEIGHTS = (0.5, 1.0, 2.0)  # of the context reward beside evidence
+WEIGHTS = (0.5, 1.0)  # of the context reward beside evidence
 LEVEL = "strong"
 NUM_TEXTS, NUM_TOKENS = 64, 20  # of a run
 TOLERANCE = 0.1  # of the price, relative
@@ -79,7 +81,7 @@ def add_context(
     folder: Path,
     prompts: Sequence[Prompt] = (),
     keep: Sequence[int] = (),
-    probe: Probe | None = None,
+    build_probe: Callable[[], Probe] | None = None,
     max_states: int = MAX_STATES,
     seed: int = 0,
     on_progress: OnStage = silent,
@@ -103,7 +105,7 @@ def add_context(
             they are removed.
         prompts: Texts and chats to continue. By default, openings that the LM writes.
         keep: Tokens that must not decide. The fit learns nothing from them.
-        probe: The probe of the LM. By default, it is built.
+        build_probe: Returns the probe of the LM. By default, it is built of the LM.
         max_states: The largest number of tokens to fit to.
         seed: The random seed.
         on_progress: Called with stage, done, total and unit.
@@ -126,12 +128,16 @@ def add_context(
     if judge is None or not judge.is_trusted:
         why = f"no classifier of whole texts reaches an AUC of {MIN_AUC} on these texts"
         return _without(attribute, f"was not fitted ({why})")
+    try:
+        probe = build_probe() if build_probe else Probe.build(Head.of_model(lm, tokenizer))
+    except InvalidInputError as error:  # some heads cannot be inverted
+        return _without(attribute, f"was not fitted ({f'{error}'.rstrip('.')})")
     work = _Work(
         lm,
         tokenizer,
         hmm,
         judge,
-        probe or Probe.build(Head.of_model(lm, tokenizer)),
+        probe,
         RunPrompts.encode(lm, tokenizer, hmm, prompts, seed),
         seed,
         on_progress,
@@ -140,7 +146,7 @@ def add_context(
         data = work.sample(encode_prompts(tokenizer, prompts), folder, max_states)
     else:
         data = work.read(texts, scores, folder, max_states)
-    fitted = work.fit(data, keep)
+    fitted = work.fit(data, attribute.evidence, keep)
     record = {"source": "samples" if prompts else "texts", **fitted.record}
     if fitted.improves:
         chosen = choose_context(
@@ -251,12 +257,18 @@ class _Work:
         held_out[Split.of(examples, None, HELD_OUT, self.seed).held_out.groups] = True
         return TokenStates(*stored, torch.tensor(scores), held_out)
 
-    def fit(self, data: TokenStates, keep: Sequence[int]) -> ContextFit:
+    def fit(
+        self, data: TokenStates, evidence: Sequence[Evidence], keep: Sequence[int]
+    ) -> ContextFit:
         """Fit a context reward. Tokens to keep have no features to learn from."""
         features = self.probe.features.clone()
         features[list(keep)] = 0.0
+        rewards = torch.zeros(len(features))
+        for part in evidence:
+            rewards[part.tokens.long()] += part.rewards.float()
         return fit_context(
             data,
+            rewards,
             features,
             self.probe.basis,
             self.probe.config.fingerprint,
