@@ -1,9 +1,10 @@
 """Measure the cost of steering: `generate` with and without it, alternating in one run.
 
 Measures the paper's size (a GPT-2-large-shaped LM with random weights and an HMM of 4,096 states
-with 1% of its emission stored) and SmolLM2 with the HMM of `examples/`. For comparison, it measures
-a dense emission. With --quick, it measures only SmolLM2. Every step reweights the full vocabulary,
-so the sampling method makes no difference. Prompts have 12 tokens; their filtering is included.
+with 1% of its emission stored) and SmolLM2 with the HMM of `examples/`, also with a context reward
+of rank 16. For comparison, it measures a dense emission. With --quick, it measures only SmolLM2.
+Every step reweights the full vocabulary, so the sampling method makes no difference. Prompts have
+12 tokens; their filtering is included.
 """
 
 import sys
@@ -19,13 +20,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 
 from foretrace import HMM, Attribute, CompiledGoal, Compiler, Goal
+from foretrace.attribute import ContextReward
+from foretrace.context import Head, Probe
 from foretrace.engines.transformers import SteeringProcessor
 from harness import Report, options, paired, seconds
 from inference import dense_hmm, sparse_emission
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
-PROMPT, HORIZON, ATTRIBUTE_TOKENS = 12, 64, 5000
+PROMPT, HORIZON, ATTRIBUTE_TOKENS, RANK = 12, 64, 5000, 16
 
 
 def main() -> None:
@@ -36,6 +39,8 @@ def main() -> None:
     hmm = HMM.from_pretrained(EXAMPLE)
     for batch in (1, 32):
         _compare("SmolLM2, 1,024 states", smollm2, hmm, batch, arguments.quick, report, goal=1.08)
+        name, context = "SmolLM2, 1,024 states, context reward", Probe.build(Head.of_model(smollm2))
+        _compare(name, smollm2, hmm, batch, arguments.quick, report, goal=None, probe=context)
     _table("1,024 states", hmm, report, goal=None)
     if not arguments.quick:
         config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
@@ -77,19 +82,42 @@ def random_attribute(hmm: HMM) -> Attribute:
     return Attribute.from_weights(weights)
 
 
-def compile_goal(hmm: HMM, attribute: Attribute, strength: float = 2.0) -> CompiledGoal:
+def random_context(probe: Probe) -> ContextReward:
+    """Return a random context reward, so small that no step reaches the largest price."""
+    width, random = len(probe.inverse), torch.Generator().manual_seed(0)
+    readers, writers = (
+        0.01 * torch.randn(RANK, columns, generator=random) for columns in (width + 1, width)
+    )
+    return ContextReward(readers, writers, probe.config.fingerprint)
+
+
+def compile_goal(
+    hmm: HMM, attribute: Attribute, strength: float = 2.0, probe: Probe | None = None
+) -> CompiledGoal:
     """Compile a goal. Nothing is kept, so that each call builds the tables."""
-    return Compiler(hmm, HORIZON).compile(Goal(attribute, strength))
+    return Compiler(hmm, HORIZON, probe).compile(Goal(attribute, strength))
 
 
 def _compare(
-    name: str, lm: Any, hmm: HMM, batch: int, quick: bool, report: Report, *, goal: float | None
+    name: str,
+    lm: Any,
+    hmm: HMM,
+    batch: int,
+    quick: bool,
+    report: Report,
+    *,
+    goal: float | None,
+    probe: Probe | None = None,
 ) -> None:
-    """Generate the same number of tokens with and without steering, alternating."""
+    """Generate the same number of tokens with and without steering, alternating.
+
+    With a probe, the goal has a context reward.
+    """
     new_tokens = 12 if quick else 20
     ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
     mask = torch.ones_like(ids)
-    target = compile_goal(hmm, random_attribute(hmm))
+    context = None if probe is None else random_context(probe)
+    target = compile_goal(hmm, random_attribute(hmm).with_context(context), probe=probe)
 
     def generate(processors: list[SteeringProcessor]) -> None:
         lm.generate(

@@ -33,6 +33,7 @@ FEATURES = (
     "chats",
     "constraints",
     "several goals",
+    "context rewards",
     "structured outputs",
     "speculative decoding",
     "streaming",
@@ -70,7 +71,8 @@ INTRODUCTION = """\
 *transformers generate* is `ft.generate` and `SteeringProcessor`. *transformers sampler* is
 `Sampler`, which `foretrace evaluate` uses. *host* is `HostProcessor`, for
 [any engine with logits on the host](../guides/engines.md). *Constraints* are required and forbidden
-text. *Batch* means that texts with different goals are generated at once.
+text. *Batch* means that texts with different goals are generated at once. *Context rewards* need a
+[probe](../concepts/context.md) of the LM.
 """
 VLLM = """\
 ## vLLM 0.32 and 0.33

@@ -119,7 +119,9 @@ def other_engine(real: tuple[str, Path], smollm2: Path) -> TransformersEngine:
     return TransformersEngine(smollm2, real[1])
 
 
-@pytest.mark.shows("vLLM, runner V1", "greedy", "batch", "constraints", "several goals")
+@pytest.mark.shows(
+    "vLLM, runner V1", "greedy", "batch", "constraints", "several goals", "context rewards"
+)
 def test_it_writes_what_transformers_writes(
     real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
 ) -> None:
@@ -134,7 +136,9 @@ def test_it_writes_what_transformers_writes(
     assert answers == other_engine.write(prompts, asked, 12)
 
 
-@pytest.mark.shows("vLLM, runner V2", "greedy", "batch", "constraints", "several goals")
+@pytest.mark.shows(
+    "vLLM, runner V2", "greedy", "batch", "constraints", "several goals", "context rewards"
+)
 def test_the_second_model_runner_writes_the_same(
     real: tuple[str, Path], other_engine: TransformersEngine, smollm2: Path
 ) -> None:

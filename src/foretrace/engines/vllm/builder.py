@@ -86,7 +86,7 @@ class TableBuilder:
         self._loaded: ByteLRU[Attribute] = ByteLRU(ATTRIBUTE_MEMORY)
         self._identity = [VERSION, hmm.checksum, hmm.config.eos_token_ids, horizon]
         if probe is not None:  # a server without one refuses context rewards
-            self._identity.append(probe.config.fingerprint)
+            self._identity += [probe.config.fingerprint, probe.config.original]
         self._lock = Lock()
         self._listed: tuple[int, list[str]] = (0, [])
 
