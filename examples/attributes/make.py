@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace.attribute import group_terms, tokenize, word_tokens
+from foretrace.context import Head, Probe
+from foretrace.engines.transformers.context import add_context
 from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.verdict import calibrate_and_report
 from foretrace.vocabulary import tokenizer_settings
@@ -67,15 +69,29 @@ class Maker:
         self.settings = tokenizer_settings(self.tokenizer.get_vocab())
 
     def make(self, name: str, source: Source) -> Attribute:
-        """Fit and calibrate an attribute."""
+        """Fit an attribute, add context if it helps, and calibrate."""
         texts, scores = self._read(source.train, source)
-        return calibrate_and_report(
-            self.model,
-            self.tokenizer,
-            self.hmm,
+        prompts = [row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])]
+        models = self.model, self.tokenizer, self.hmm
+        judge = fit_judge(self.model, self.tokenizer, texts, scores)
+        attribute = add_context(
+            *models,
             self.fit(name, source, frequencies=None),
-            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
-            judge=fit_judge(self.model, self.tokenizer, texts, scores),
+            judge=judge,
+            texts=texts,
+            scores=scores,
+            folder=FOLDER / f"{name}.states",
+            prompts=prompts,
+            keep=self._kept(source),
+            build_probe=lambda: self.probe,
+        )
+        print(name, attribute.config.fit["context"]["summary"], flush=True)  # noqa: T201
+        return calibrate_and_report(
+            *models,
+            attribute,
+            prompts=prompts,
+            judge=judge,
+            probe=self.probe,
             source={"prompts": PROMPTS},
         )
 
@@ -88,11 +104,10 @@ class Maker:
             held_out, held_out_scores = self._read(source.test, source)
             pieces = tokenize(held_out, self.tokenizer, 128)
             validation = pieces.token_ids, [held_out_scores[text] for text in pieces.texts]
-        keep = word_tokens(group_terms(), self.tokenizer) if source.keep else ()
         return Attribute.fit(
             windows.token_ids,
             [scores[text] for text in windows.texts],
-            config=FitConfig(keep=keep),
+            config=FitConfig(keep=self._kept(source)),
             groups=windows.texts,
             validation=validation,
             frequencies=frequencies,
@@ -106,6 +121,15 @@ class Maker:
     def model(self) -> Any:
         """The language model, which is loaded when it is first needed."""
         return AutoModelForCausalLM.from_pretrained(self.lm, dtype="float32")
+
+    @cached_property
+    def probe(self) -> Probe:
+        """The probe of the language model."""
+        return Probe.build(Head.of_model(self.model, self.tokenizer))
+
+    def _kept(self, source: Source) -> list[int]:
+        """Return the tokens that must not decide."""
+        return word_tokens(group_terms(), self.tokenizer) if source.keep else []
 
     def _read(self, file: str, source: Source) -> tuple[list[str], list[float]]:
         """Return the texts of a table and their scores."""
