@@ -88,7 +88,7 @@ def main() -> None:
     _roles(data, report, quick=args.quick)
     _politics(data, report)
     _sentiment(data, report)
-    _price_aware(data, report, quick=args.quick)
+    _with_lm(data, report, quick=args.quick)
     _store(nontoxic, report)
     report.publish(args.json)
 
@@ -235,28 +235,31 @@ def _sentiment(data: Data, report: Report) -> None:
         report.add(f"positive, {name}: AUC", rank, "")
 
 
-def _price_aware(data: Data, report: Report, *, quick: bool) -> None:
-    """Fit the ready-made attributes with the LM's token frequencies, and without them.
+def _with_lm(data: Data, report: Report, *, quick: bool) -> None:
+    """Fit the ready-made attributes to words alone, with token frequencies, and with embeddings.
 
     The price at strength 1 is half the variance of the next token's reward under the HMM's token
     frequencies.
     """
     hmm = HMM.from_pretrained(EXAMPLES / "smollm2-135m")
     make = run_path(str(EXAMPLES / "attributes" / "make.py"))
-    sources, frequencies = make["SOURCES"], hmm.token_frequencies()
     maker = make["Maker"](data.folder, str(find_smollm2()), hmm)
-    for name in ("positive", "political") if quick else sources:
-        aucs, prices = [], []
-        for given in (None, frequencies):
-            attribute = maker.fit(name, sources[name], given)
+    frequencies = maker.lm_settings["frequencies"]
+    kinds = {"words": {}, "priced": {"frequencies": frequencies}, "embeddings": maker.lm_settings}
+    for name in ("positive", "political") if quick else make["SOURCES"]:
+        aucs, prices = {}, {}
+        for kind, given in kinds.items():
+            attribute = maker.fit(name, make["SOURCES"][name], **given)
             (evidence,) = attribute.evidence
             p, rewards = frequencies[evidence.tokens.long()], evidence.rewards.double()
-            prices.append(float(p @ rewards**2 - (p @ rewards) ** 2) / 2)
-            aucs.append(attribute.config.fit["auc"])
+            prices[kind] = float(p @ rewards**2 - (p @ rewards) ** 2) / 2
+            aucs[kind] = attribute.config.fit["auc"]
         warned = any("function words" in one for one in attribute.config.fit["warnings"])
-        report.add(f"{name}, plain: AUC", aucs[0], "")
-        report.add(f"{name}, price-aware: AUC", aucs[1], "", at_least=aucs[0] - 0.001)
-        report.add(f"{name}: price at strength 1, of plain", prices[1] / prices[0], "", at_most=0.5)
+        for kind in kinds:
+            least = None if kind == "words" else aucs["words"] - 0.001
+            report.add(f"{name}, {kind}: AUC", aucs[kind], "", at_least=least)
+            ratio = prices[kind] / prices["words"]
+            report.add(f"{name}, {kind}: price at strength 1, of words alone", ratio, "")
         report.add(f"{name}: warning of function words", warned, "", at_most=0)
 
 

@@ -43,7 +43,7 @@ class Workshop:
         name, plan = next(iter(suite.attributes.items()))
         sides = read_sides(plan, self.data, self.most_texts)
         lm, tokenizer = self.load_lm()
-        self._fit(suite, name, tokenizer)
+        self._fit(suite, name, lm, tokenizer)
         self._find_levels(name)
         train_vector(lm, tokenizer, sides, part(name, VECTOR), self.pairs)
         bars.update(f"{name}: vector", 1, 1, "vectors")
@@ -54,7 +54,7 @@ class Workshop:
             observe = partial(_observe_steps, bars, stage)
             train_adapter(lm, tokenizer, texts, part(name, side), bos, observe)
 
-    def _fit(self, suite: Suite, name: str, tokenizer: Any) -> None:
+    def _fit(self, suite: Suite, name: str, lm: Any, tokenizer: Any) -> None:
         """Fit foretrace's attribute."""
         file = part(name, ATTRIBUTE)
         rows = suite.attributes[name].rows(self.data)
@@ -63,7 +63,7 @@ class Workshop:
             return
         start = perf_counter()
         hmm = HMM.from_pretrained(self.hmm)
-        fitted = fit_attributes(suite, self.data, part(name, "fit"), tokenizer, hmm)[name]
+        fitted = fit_attributes(suite, self.data, part(name, "fit"), lm, tokenizer, hmm)[name]
         seconds = perf_counter() - start
         fitted.save(file)
         write_record(file, inputs, seconds, len(rows))

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
+from foretrace._hardware import default_dtype
 from foretrace.attribute import group_terms, tokenize, word_tokens
-from foretrace.context import Head, Probe
+from foretrace.context import Head, Probe, token_embeddings
 from foretrace.engines.transformers.context import add_context
 from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.verdict import calibrate_and_report
@@ -76,7 +77,7 @@ class Maker:
         judge = fit_judge(self.model, self.tokenizer, texts, scores)
         attribute = add_context(
             *models,
-            self.fit(name, source, frequencies=None),
+            self.fit(name, source, **self.lm_settings),
             judge=judge,
             texts=texts,
             scores=scores,
@@ -95,7 +96,13 @@ class Maker:
             source={"prompts": PROMPTS},
         )
 
-    def fit(self, name: str, source: Source, frequencies: Tensor | None) -> Attribute:
+    def fit(
+        self,
+        name: str,
+        source: Source,
+        frequencies: Tensor | None = None,
+        embeddings: Tensor | None = None,
+    ) -> Attribute:
         """Fit an attribute, without levels."""
         texts, scores = self._read(source.train, source)
         windows = tokenize(texts, self.tokenizer, 128)
@@ -111,6 +118,7 @@ class Maker:
             groups=windows.texts,
             validation=validation,
             frequencies=frequencies,
+            embeddings=embeddings,
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
             tokenizer=self.tokenizer,
@@ -118,9 +126,15 @@ class Maker:
         )
 
     @cached_property
+    def lm_settings(self) -> dict[str, Tensor]:
+        """What a fit uses of the language model's tokens."""
+        embeddings = token_embeddings(Head.of_model(self.model, self.tokenizer))
+        return {"frequencies": self.hmm.token_frequencies(), "embeddings": embeddings}
+
+    @cached_property
     def model(self) -> Any:
         """The language model, which is loaded when it is first needed."""
-        return AutoModelForCausalLM.from_pretrained(self.lm, dtype="float32")
+        return AutoModelForCausalLM.from_pretrained(self.lm, dtype=default_dtype("cpu"))
 
     @cached_property
     def probe(self) -> Probe:

@@ -163,6 +163,21 @@ def automaton(weights: Any = ((0.0, 1.0),), **changed: Any) -> dict[str, Tensor 
     }
 
 
+def test_rewards_of_all_tokens_take_two_bytes_each(tmp_path: Path) -> None:
+    rewards = torch.linspace(-2, 2, 10_000).half().float()
+    dense = Attribute.from_rewards(rewards, name="dense")
+    both = dense & Attribute.from_rewards(0.3 * torch.eye(10_000)[5], name="sparse")
+    for attribute, size in ((dense, 21_000), (both, 22_000)):
+        path = tmp_path / "attribute.safetensors"
+        attribute.save(path)
+        assert path.stat().st_size < size
+        loaded = Attribute.load(path)
+        assert loaded.checksum == attribute.checksum
+        for one, other in zip(loaded.evidence, attribute.evidence, strict=True):
+            torch.testing.assert_close(one.rewards, other.rewards.to(one.rewards), rtol=0, atol=0)
+            assert torch.equal(one.tokens, other.tokens)
+
+
 def test_evidence_of_a_file_is_split_by_its_sizes(tmp_path: Path) -> None:
     write_file(tmp_path / "file", evidence(), {"format_version": 3})
     first, second = Attribute.load(tmp_path / "file").evidence

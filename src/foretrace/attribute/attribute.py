@@ -19,8 +19,9 @@ from foretrace.attribute.config import AttributeConfig
 from foretrace.attribute.context import ContextReward
 from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
-from foretrace.attribute.fitting.examples import Array, Examples, token_counts
+from foretrace.attribute.fitting.examples import Examples, token_counts
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
+from foretrace.attribute.fitting.rewards import LMTokens
 from foretrace.attribute.fitting.split import Split
 from foretrace.attribute.fitting.surface import surface
 from foretrace.attribute.fitting.warnings import find_warnings
@@ -97,6 +98,7 @@ class Attribute:
         groups: Sequence[int] | None = None,
         validation: tuple[Texts, Sequence[float] | Tensor] | None = None,
         frequencies: Tensor | None = None,
+        embeddings: Tensor | None = None,
         name: str = "attribute",
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
@@ -119,6 +121,9 @@ class Attribute:
             frequencies: How often the language model writes each token, (V,), as
                 `HMM.token_frequencies` returns them. Evidence then costs less at the same effect:
                 frequent tokens get a reward only if they decide much.
+            embeddings: An embedding of each token, (V, k), as
+                `foretrace.context.token_embeddings` returns them. Similar tokens then share their
+                rewards, and tokens that no text contains have a reward, too.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and scores, stored with the attribute.
@@ -143,8 +148,8 @@ class Attribute:
         config = config or FitConfig()
         held_out = None if validation is None else Examples.from_scores(*validation, vocab_size)
         split = Split.of(examples, held_out, config.held_out, config.seed)
-        checked = _checked_frequencies(frequencies, vocab_size)
-        candidate = fit_scores(split.fitting, split.held_out, config, checked)
+        lm = _checked_lm(frequencies, embeddings, vocab_size)
+        candidate = fit_scores(split.fitting, split.held_out, config, lm)
         counts = None if prompts is None else token_counts(prompts, vocab_size)
         features = surface(split.fitting, tokenizer)
         warnings = find_warnings(split, candidate, features, tokenizer, counts)
@@ -163,6 +168,7 @@ class Attribute:
         groups: Sequence[int] | None = None,
         validation: tuple[Texts, Sequence[str]] | None = None,
         frequencies: Tensor | None = None,
+        embeddings: Tensor | None = None,
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
         tokenizer: Decoder | None = None,
@@ -181,6 +187,7 @@ class Attribute:
             groups: A number for each text. Texts with the same number are held out together.
             validation: Texts and labels to hold out. By default, a share of the texts.
             frequencies: How often the language model writes each token, as in `fit`.
+            embeddings: An embedding of each token, as in `fit`.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and labels, stored with each attribute.
             tokenizer: The tokenizer, for warnings about words.
@@ -209,8 +216,8 @@ class Attribute:
         if validation is not None:
             held_out = Examples.from_labels(*validation, numbers, vocab_size)
         split = Split.of(examples, held_out, config.held_out, config.seed)
-        checked = _checked_frequencies(frequencies, vocab_size)
-        fitted = fit_each_label(split.fitting, split.held_out, len(names), config, checked)
+        lm = _checked_lm(frequencies, embeddings, vocab_size)
+        fitted = fit_each_label(split.fitting, split.held_out, len(names), config, lm)
         features = surface(split.fitting, tokenizer)
         for number, (name, candidate) in enumerate(zip(names, fitted, strict=True)):
             of_label = split.scored_by_label(number)
@@ -638,14 +645,22 @@ class Attribute:
         return cls(*stored)
 
 
-def _checked_frequencies(frequencies: Tensor | None, vocab_size: int) -> Array | None:
-    """Return frequencies as an array of `vocab_size`. Tokens that the LM has not get 0."""
-    if frequencies is None:
-        return None
-    values = _number_tensor("Frequencies", frequencies, "0 or more", lambda values: values >= 0)
-    padded = np.zeros(vocab_size)
-    padded[: len(values)] = values.double().numpy()[:vocab_size]
-    return padded
+def _checked_lm(frequencies: Tensor | None, embeddings: Tensor | None, vocab_size: int) -> LMTokens:
+    """Return what is known of `vocab_size` tokens. Tokens that the LM has not get 0."""
+    known = table = None
+    if frequencies is not None:
+        values = _number_tensor("Frequencies", frequencies, "0 or more", lambda values: values >= 0)
+        known = np.zeros(vocab_size)
+        known[: len(values)] = values.double().numpy()[:vocab_size]
+    if embeddings is not None:
+        if embeddings.dim() != 2 or not bool(embeddings.isfinite().all()):
+            raise InvalidInputError(
+                f"Embeddings must be finite and of shape (V, k), but they have the shape "
+                f"{tuple(embeddings.shape)} or are not finite."
+            )
+        table = np.zeros((vocab_size, embeddings.shape[1]), dtype=np.float32)
+        table[: len(embeddings)] = embeddings.float().cpu().numpy()[:vocab_size]
+    return LMTokens(known, table)
 
 
 def _number_tensor(

@@ -16,10 +16,11 @@ from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.terms import Terms
 from foretrace.errors import InvalidFileError, InvalidInputError
 
-# Version 2 adds the automaton, version 3 evidence, version 4 the context reward. A reader of an
-# earlier version would ignore them, and must refuse the file.
+# Version 2 adds the automaton, version 3 evidence, version 4 the context reward and rewards of all
+# tokens. A reader of an earlier version would ignore them, and must refuse the file.
 PLAIN, WITH_AUTOMATON, WITH_EVIDENCE, WITH_CONTEXT = VERSIONS = 1, 2, 3, 4
 HEADER_KEY, CONTEXT_KEY = "foretrace_attribute", "context_fingerprint"
+MIN_DENSE = 4096  # tokens with a reward
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -37,6 +38,7 @@ def write(path: Path, stored: Stored) -> None:
     """Write the file atomically."""
     version = PLAIN if stored.terms.automaton is None else WITH_AUTOMATON
     version = WITH_EVIDENCE if stored.evidence else version
+    version = WITH_CONTEXT if any(map(_is_dense, stored.evidence)) else version
     header = {"format_version": version, **vars(stored.config)}
     if stored.context is not None:
         header |= {"format_version": WITH_CONTEXT, CONTEXT_KEY: stored.context.fingerprint}
@@ -74,16 +76,35 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
             "finals": terms.automaton.final_weights,
         }
     if evidence:
+        listed = [one for one in evidence if not _is_dense(one)]
         tensors |= {
             "evidence_bias": torch.tensor([one.bias for one in evidence], dtype=torch.float64),
             "evidence_once": torch.tensor([one.first_only for one in evidence], dtype=torch.uint8),
             "evidence_sizes": torch.tensor([len(one.tokens) for one in evidence]),
-            "evidence_tokens": torch.cat([one.tokens for one in evidence]),
-            "evidence_rewards": torch.cat([one.rewards for one in evidence]),
+            "evidence_tokens": torch.cat([torch.zeros(0).int(), *(one.tokens for one in listed)]),
+            "evidence_rewards": torch.cat([torch.zeros(0), *(one.rewards for one in listed)]),
         }
+        for number, one in enumerate(evidence):
+            if _is_dense(one):
+                tensors[f"evidence_{number}_dense"] = _dense(one)
     if context is not None:
         tensors |= {"context_readers": context.readers, "context_writers": context.writers}
     return tensors
+
+
+def _is_dense(evidence: Evidence) -> bool:
+    """Return whether the rewards of all tokens, in float16, take less space than a list."""
+    tokens, rewards = evidence.tokens, evidence.rewards
+    if len(tokens) < MIN_DENSE or 3 * len(tokens) < int(tokens[-1]):
+        return False
+    return bool((rewards.half() == rewards).all() & (rewards != 0).all())
+
+
+def _dense(evidence: Evidence) -> Tensor:
+    """Return the rewards of all tokens, 0 for those without one: (V,) float16."""
+    rewards = torch.zeros(int(evidence.tokens[-1]) + 1, dtype=torch.float16)
+    rewards[evidence.tokens.long()] = evidence.rewards.half()
+    return rewards
 
 
 def read(path: Path) -> Stored:
@@ -108,7 +129,8 @@ def read(path: Path) -> Stored:
         terms.check_probability()
         has_evidence = version == WITH_EVIDENCE or "evidence_bias" in tensors
         evidence = _evidence(tensors, path) if has_evidence else ()
-        context = _context(tensors, fingerprint, path) if version == WITH_CONTEXT else None
+        has_context = "context_writers" in tensors or fingerprint is not None
+        context = _context(tensors, fingerprint, path) if has_context else None
     except InvalidInputError as error:
         raise _damaged(path, error) from error
     return Stored(terms, config, evidence, context)
@@ -130,16 +152,20 @@ def _evidence(tensors: dict[str, Tensor], path: Path) -> tuple[Evidence, ...]:
     sizes = _integers(tensors, "evidence_sizes", (count,), path).tolist()
     tokens = _integers(tensors, "evidence_tokens", (total,), path)
     rewards = _floats(tensors, "evidence_rewards", (total,), path).clone()
-    if min(sizes, default=0) < 0 or sum(sizes) != total:
+    dense = [tensors.get(f"evidence_{number}_dense") for number in range(count)]
+    listed = [0 if one is not None else size for one, size in zip(dense, sizes, strict=True)]
+    if min(sizes, default=0) < 0 or sum(listed) != total:
         raise _damaged(path, "the sizes of evidence do not add up to its tokens")
-    fields = zip(
-        bias,
-        torch.split(tokens, sizes),
-        torch.split(rewards, sizes),
-        map(bool, first_only),
-        strict=True,
-    )
-    return tuple(Evidence(*values) for values in fields)
+    parts = zip(torch.split(tokens, listed), torch.split(rewards, listed), strict=True)
+    evidence = []
+    for number, (ids, values) in enumerate(parts):
+        if dense[number] is not None:
+            name = f"evidence_{number}_dense"
+            row = _floats(tensors, name, tuple(tensors[name].shape), path)
+            ids = row.nonzero()[:, 0].int()
+            values = row[ids].float()
+        evidence.append(Evidence(bias[number], ids, values, bool(first_only[number])))
+    return tuple(evidence)
 
 
 def _automaton(tensors: dict[str, Tensor], num_terms: int, path: Path) -> WeightedAutomaton:

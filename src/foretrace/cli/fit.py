@@ -143,6 +143,7 @@ class _Fitter:
             "config": config,
             "tokenizer": self.tokenizer,
             "frequencies": None if models.hmm is None else models.hmm.token_frequencies().cpu(),
+            "embeddings": models.token_embeddings(),
             **tokenizer_settings(self.tokenizer.get_vocab()),
         }
 

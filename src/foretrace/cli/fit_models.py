@@ -19,6 +19,7 @@ from foretrace.cli.report import print_report
 from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.attribute import Attribute
@@ -54,6 +55,12 @@ class Models:
     def short_name(self) -> str:
         """The name of the LM, without the path of a folder."""
         return Path(self.name).name if Path(self.name).is_dir() else self.name
+
+    def token_embeddings(self) -> "Tensor | None":
+        """Return the embeddings of the LM's tokens, if there is an LM."""
+        from foretrace.context import Head, token_embeddings
+
+        return None if self.lm is None else token_embeddings(Head.of_model(self.lm, self.tokenizer))
 
     def measure(
         self,

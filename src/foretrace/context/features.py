@@ -6,6 +6,27 @@ from torch import Tensor
 from foretrace.context.head import CHUNK, Head
 from foretrace.errors import InvalidInputError
 
+MAX_EMBEDDING = 1024
+
+
+def token_embeddings(head: Head) -> Tensor:
+    """Return an embedding of each token, to fit attributes with: (V, k) float16.
+
+    It is the token's row of the head, whitened, in at most 1,024 principal directions. Tokens that
+    the head excludes, such as ends of text, are zero.
+
+    Args:
+        head: The head of an LM, with its excluded tokens.
+
+    Example:
+        >>> from foretrace.context import Head, token_embeddings
+        >>> token_embeddings(Head.of_model(model, tokenizer)).shape
+        torch.Size([374, 32])
+    """
+    table, *_ = token_features(head, MAX_EMBEDDING)
+    table[[token for token in head.excluded if token < len(table)]] = 0.0
+    return table
+
 
 def token_features(head: Head, count: int) -> tuple[Tensor, Tensor, float]:
     """Return whitened features of all tokens, (V, k) float16, their basis and the kept variance.

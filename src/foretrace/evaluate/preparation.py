@@ -18,6 +18,7 @@ from foretrace.attribute import (
     word_tokens,
 )
 from foretrace.chat import as_messages, render_chat
+from foretrace.context import Head, token_embeddings
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.continuations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
@@ -53,10 +54,19 @@ def goal_checksum(goal: CompiledGoal) -> list[str | float]:
 
 
 def fit_attributes(
-    suite: Suite, data: Path, folder: Path, tokenizer: "PreTrainedTokenizerBase", hmm: HMM
+    suite: Suite,
+    data: Path,
+    folder: Path,
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    hmm: HMM,
 ) -> AttributeStore:
     """Fit the suite's attributes; keep those that were fitted by the same plan before."""
-    frequencies = hmm.token_frequencies()
+    head = Head.of_model(lm, tokenizer)
+    lm_settings = {
+        "frequencies": hmm.token_frequencies(),
+        "embeddings": token_embeddings(head),
+    }
     settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     for name, plan in suite.attributes.items():
@@ -64,12 +74,12 @@ def fit_attributes(
         rows = plan.rows(data)
         plan_content = {**asdict(plan), "transform": plan.transform and list(plan.transform)}
         inputs = {"plan": plan_content, "rows": rows_identity(rows), **settings}
-        if plan.price_aware:
-            inputs["hmm"] = hmm.checksum
+        if plan.uses_lm:
+            inputs |= {"hmm": hmm.checksum, "head": head.fingerprint}
         if plan_file.is_file() and _io.read_json(plan_file) == inputs:
             continue
         plan_file.unlink(missing_ok=True)
-        used = {**settings, "frequencies": frequencies if plan.price_aware else None}
+        used = {**settings, **(lm_settings if plan.uses_lm else {})}
         for attribute in _fit(name, plan, rows, tokenizer, used):
             store.add(attribute)
         _io.write_json(plan_file, inputs)

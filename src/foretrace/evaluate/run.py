@@ -107,7 +107,7 @@ def evaluate(
     rows = _read_prompts(suite, config)
     chosen = _chosen(suite, config.methods)
     data, out = Path(config.data), Path(config.out)
-    store = fit_attributes(suite, data, out / "attributes", tokenizer, hmm)
+    store = fit_attributes(suite, data, out / "attributes", lm, tokenizer, hmm)
     builder = MethodBuilder(
         hmm,
         store,

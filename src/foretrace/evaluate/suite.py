@@ -108,7 +108,7 @@ class AttributePlan(Table):
         objective: The objective of the fit. `FitConfig` has the defaults of both.
         keep: A list of words that must not decide, or "groups": terms for groups of people.
         terms: The maximal number of terms of the mixture.
-        price_aware: Whether the fit uses the token frequencies of the HMM.
+        uses_lm: Whether the fit uses the token frequencies of the HMM and the embeddings of the LM.
     """
 
     score: str | None = None
@@ -120,7 +120,7 @@ class AttributePlan(Table):
     objective: str | None = None
     keep: str | Sequence[str] = ()
     terms: int = 1
-    price_aware: bool = True
+    uses_lm: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) and self.keep != GROUPS:

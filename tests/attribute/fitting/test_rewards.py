@@ -78,6 +78,57 @@ def test_frequent_tokens_pay_for_their_rewards() -> None:
     assert rewards["priced"][rare] > 0.9 * rewards["plain"][rare]
 
 
+def texts_of_similar_tokens() -> tuple[list[list[int]], list[float], torch.Tensor]:
+    """Return texts of 200 tokens, whose rewards are a direction of their embeddings."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(200, 6, generator=generator)
+    texts = torch.randint(0, 150, (400, 8), generator=generator)  # 50 tokens are in no text
+    log_odds = embeddings[texts, 0].sum(1)
+    return texts.tolist(), (2 * log_odds).sigmoid().tolist(), embeddings
+
+
+def test_similar_tokens_share_a_reward() -> None:
+    texts, scores, embeddings = texts_of_similar_tokens()
+    frequencies = torch.full((200,), 1 / 200).index_fill(0, torch.tensor([198, 199]), 1e-12)
+    config = FitConfig(objective="evidence", keep=(150, 151))
+    words, shared = (
+        Attribute.fit(
+            texts,
+            scores,
+            vocab_size=200,
+            config=config,
+            frequencies=frequencies,
+            embeddings=given,
+        )
+        for given in (None, embeddings)
+    )
+    assert shared.config.fit["auc"] > words.config.fit["auc"]
+    assert shared.config.fit["embeddings"]
+    rewards = torch.zeros(200)
+    rewards[shared.evidence[0].tokens.long()] = shared.evidence[0].rewards
+    unseen = rewards[152:198]
+    assert torch.corrcoef(torch.stack([unseen, embeddings[152:198, 0]]))[0, 1] > 0.95
+    assert rewards[[150, 151]].abs().max() == 0  # must not decide
+    assert rewards[[198, 199]].abs().max() < 1e-3 * unseen.abs().max()  # the LM never writes them
+
+
+def test_labels_share_rewards_by_embeddings() -> None:
+    texts, scores, embeddings = texts_of_similar_tokens()
+    labels = ["for" if score > 0.5 else "against" for score in scores]
+    config = FitConfig(objective="evidence")
+    rank = []
+    for given in (None, embeddings):
+        fitted = Attribute.fit_each(texts, labels, vocab_size=200, config=config, embeddings=given)
+        rank.append(next(iter(fitted)).config.fit["auc"])
+    assert rank[1] > rank[0]
+
+
+@pytest.mark.parametrize("embeddings", [torch.zeros(3), torch.full((VOCAB, 2), float("nan"))])
+def test_embeddings_that_are_no_finite_matrix_are_refused(embeddings: torch.Tensor) -> None:
+    with pytest.raises(InvalidInputError, match="Embeddings must be finite"):
+        Attribute.fit([[0], [1]] * 30, [0.0, 1.0] * 30, vocab_size=VOCAB, embeddings=embeddings)
+
+
 def test_labels_pay_for_the_rewards_of_frequent_tokens() -> None:
     texts, labels = labelled_texts()
     sizes = []

@@ -8,7 +8,7 @@ import numpy as np
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Array, Examples
 from foretrace.attribute.fitting.products import MIN_AUC_GAIN, fit_products
-from foretrace.attribute.fitting.rewards import fit_evidence, fit_labels
+from foretrace.attribute.fitting.rewards import NOTHING, LMTokens, fit_evidence, fit_labels
 from foretrace.errors import InvalidInputError
 
 MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
@@ -16,9 +16,9 @@ PRODUCT_ONLY = "Chose a product: several terms apply to products only."
 
 
 def fit_scores(
-    examples: Examples, held_out: Examples, config: FitConfig, frequencies: Array | None = None
+    examples: Examples, held_out: Examples, config: FitConfig, lm: LMTokens = NOTHING
 ) -> Candidate:
-    """Fit to scores, by the objective of the config. `frequencies` (V,) are the LM's."""
+    """Fit to scores, by the objective of the config. `lm` is what is known of the LM's tokens."""
     if float(np.ptp(examples.scores)) == 0:
         raise InvalidInputError(
             f"All {len(examples)} scores are equal, so nothing can be fitted. Add texts with the "
@@ -26,14 +26,14 @@ def fit_scores(
         )
     examples, held_out = (split.without(config.keep) for split in (examples, held_out))
     if config.objective == "evidence":
-        return fit_evidence(examples, held_out, config, frequencies)
+        return fit_evidence(examples, held_out, config, lm)
     if config.objective != "auto":
         return fit_products(examples, held_out, config)
     product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     if config.terms > 1:
         return product.with_facts(reason=PRODUCT_ONLY)
     settings = replace(config, objective="evidence")
-    evidence = fit_evidence(examples, held_out, settings, frequencies)
+    evidence = fit_evidence(examples, held_out, settings, lm)
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
         # At equal AUC, evidence: products at the same price make long texts repeat themselves.
@@ -51,7 +51,7 @@ def fit_each_label(
     held_out: Examples,
     num_labels: int,
     config: FitConfig,
-    frequencies: Array | None = None,
+    lm: LMTokens = NOTHING,
 ) -> Iterator[Candidate]:
     """Fit one classifier per label. The number of a text's label is its stratum.
 
@@ -72,7 +72,7 @@ def fit_each_label(
         yield from (fit_product(number, config.objective) for number in labels)
         return
     settings = replace(config, objective="evidence")
-    evidence = fit_labels(examples, held_out, num_labels, settings, frequencies)
+    evidence = fit_labels(examples, held_out, num_labels, settings, lm)
     right = right_first([one.predicted for one in evidence], labels, held_out)
     if config.objective == "evidence":
         yield from (one.with_facts(right_first=right) for one in evidence)

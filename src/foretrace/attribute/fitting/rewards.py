@@ -9,13 +9,19 @@ The frequencies of tokens under the language model, if they are given, add the p
 at strength 1 it is about half the mean square of the rewards of the next token. The penalty
 N * PRICE_WEIGHT / 2 * sum_x p(x) v(x)^2 keeps rewards from tokens that the language model writes
 often and that decide little, such as punctuation and function words.
+
+The embeddings of tokens in the language model's head, if they are given, let similar tokens share a
+reward: v(x) = w(x) + l . e(x), with w for what is particular to a token. Tokens that no text
+contains have a reward, too.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.sparse import csr_array, diags_array
 
@@ -26,6 +32,7 @@ from foretrace.attribute.fitting.products import minimize_by_lbfgs
 from foretrace.attribute.transform import LogitAffine
 
 MIN_REWARD = 0.05  # on sentiment, topics and roles, smaller rewards do not change the ranking
+MIN_SHARE = 0.005  # of the largest reward
 MAX_SHIFT = 100.0  # of the biases of labels
 PRICE_WEIGHT = 10.0  # on sentiment, topics and toxicity: the best AUC, at a fifth of the price
 UNIT_PRECISION = 100.0  # of a reward at penalty 1, per squared information of its token
@@ -34,20 +41,58 @@ MAX_RATE = 0.999  # the start has a finite bias if almost all texts have the att
 TOLERANCE = 1e-6  # of the loss, relative
 SOFTMAX_TOLERANCE = 1e-4  # the ranking of 95 labels no longer changes
 SOFTMAX_MEMORY = 5  # pairs of L-BFGS: each costs two copies of all rewards
+WORD_PRECISION = 10.0  # of the prior of w with embeddings, relative to the prior without them
+LEAST_VARIANCE = 3e-3  # of embeddings under the LM, added to each direction
+LEAST_FREQUENCY = 1e-6  # tokens that are rarer, and in no text, have almost no reward
+
+
+class LMTokens(NamedTuple):
+    """What is known of a language model's V tokens: how often it writes them, and embeddings."""
+
+    frequencies: Array | None = None  # (V,)
+    embeddings: NDArray[np.float32] | None = None  # (V, k)
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        """What the fit used, for its record."""
+        return {
+            "price_aware": self.frequencies is not None,
+            "embeddings": self.embeddings is not None,
+        }
+
+    def whitened(self, counts: csr_array, keep: Sequence[int]) -> NDArray[np.float32] | None:
+        """Return embeddings with a second moment of 1 under the LM, and 0 for tokens to keep.
+
+        A coefficient of them then has the same price as a reward of 1 for every token.
+        """
+        if self.embeddings is None:
+            return None
+        frequencies = self.frequencies
+        if frequencies is None:
+            frequencies = np.asarray(counts.sum(0)).ravel()
+        values = self.embeddings.copy()
+        values[list(keep)] = 0.0
+        weights = (frequencies / frequencies.sum()).astype(values.dtype)
+        moment = (values * weights[:, None]).T @ values
+        moment += LEAST_VARIANCE * np.eye(len(moment), dtype=values.dtype)
+        variances, directions = np.linalg.eigh(moment)
+        return np.asarray(values @ (directions / np.sqrt(variances)), dtype=np.float32)
+
+
+NOTHING = LMTokens()
 
 
 def fit_evidence(
-    examples: Examples, held_out: Examples, config: FitConfig, frequencies: Array | None = None
+    examples: Examples, held_out: Examples, config: FitConfig, lm: LMTokens = NOTHING
 ) -> Candidate:
     """Fit evidence to scores by logistic regression on token presence."""
     transform = config.transform or LogitAffine()
-    presence, tokens = _presence(examples.counts, config.min_texts)
-    wanted = targets(examples, transform)
-    fitted = logistic(presence, wanted, config.penalty, _prices(frequencies, tokens))
-    evidence = _evidence(float(fitted.biases[0]), tokens, fitted.rewards[:, 0])
+    design = Design.of(examples.counts, config, lm)
+    fitted = logistic(design, targets(examples, transform), config.penalty)
+    (evidence,) = design.evidence(fitted)
     predicted = _predict(evidence, held_out.counts)
     candidate = make_candidate(evidence, predicted, transform, examples, held_out, config)
-    return candidate.with_facts(price_aware=frequencies is not None)
+    return candidate.with_facts(**lm.facts)
 
 
 def fit_labels(
@@ -55,7 +100,7 @@ def fit_labels(
     held_out: Examples,
     num_labels: int,
     config: FitConfig,
-    frequencies: Array | None = None,
+    lm: LMTokens = NOTHING,
 ) -> list[Candidate]:
     """Fit one evidence per label, all labels against each other.
 
@@ -64,31 +109,21 @@ def fit_labels(
     their probabilities sum to 1 for the average text. Each evidence therefore separates its label
     from the rest, and the log-odds of several rank the labels as the softmax does.
     """
-    presence, tokens = _presence(examples.counts, config.min_texts)
-    prices = _prices(frequencies, tokens)
-    fitted = softmax(presence, examples.strata, num_labels, config.penalty, prices)
+    design = Design.of(examples.counts, config, lm)
+    fitted = softmax(design, examples.strata, num_labels, config.penalty)
     scale = num_labels / (num_labels - 1)
-    rewards = scale * fitted.rewards
-    rewards[np.abs(rewards) < MIN_REWARD] = 0.0
-    biases = scale * fitted.biases
-    biases = biases + _shift_to_one(presence @ rewards + biases)
+    scaled = Regression(scale * fitted.biases, scale * fitted.coefficients)
+    shift = _shift_to_one(design.log_odds(scaled))
+    evidences = design.evidence(scaled._replace(biases=scaled.biases + shift))
     candidates = []
-    for number in range(num_labels):
-        evidence = _evidence(float(biases[number]), tokens, rewards[:, number])
+    for number, evidence in enumerate(evidences):
         predicted = _predict(evidence, held_out.counts)
         fitted_to, measured_on = (one.scored_by_label(number) for one in (examples, held_out))
         candidate = make_candidate(
             evidence, predicted, LogitAffine(), fitted_to, measured_on, config
         )
-        candidates.append(candidate.with_facts(price_aware=frequencies is not None))
+        candidates.append(candidate.with_facts(**lm.facts))
     return candidates
-
-
-def _prices(frequencies: Array | None, tokens: Indices) -> Array:
-    """Return the price of a reward per squared reward and text, for each token."""
-    if frequencies is None:
-        return np.zeros(len(tokens))
-    return PRICE_WEIGHT * frequencies[tokens]
 
 
 def _shift_to_one(log_odds: Array) -> float:
@@ -101,22 +136,90 @@ def _shift_to_one(log_odds: Array) -> float:
     return float(brentq(excess, -MAX_SHIFT, MAX_SHIFT, xtol=1e-6))
 
 
-def _presence(counts: csr_array, min_texts: int) -> tuple[csr_array, Indices]:
-    """Return which texts contain which tokens, 1 or 0, and the ids of these tokens."""
-    texts = np.bincount(counts.indices, minlength=counts.shape[1])
-    tokens = np.flatnonzero(texts >= min_texts)
-    presence = counts[:, tokens]
+class Regression(NamedTuple):
+    """Log-odds that are linear in the columns of a design: one label, or K of them."""
+
+    biases: Array  # (K,)
+    coefficients: Array  # (M + k, K)
+
+
+@dataclass(frozen=True)
+class Design:
+    """What log-odds are linear in: the presence of M tokens, and k sums of embeddings.
+
+    Attributes:
+        tokens: The ids of the M tokens, ascending.
+        presence: Which texts contain which of them, 1 or 0: (n, M).
+        embeddings: Whitened embeddings of all V tokens, (V, k); k may be 0.
+        sums: The sums of the embeddings of each text's tokens, (n, k).
+        prices: The price of a squared coefficient, per text: (M + k,).
+        shrinkage: The factor of l . e(x), for each token: (V,).
+    """
+
+    tokens: Indices
+    presence: csr_array
+    embeddings: NDArray[np.float32]
+    sums: NDArray[np.float32]
+    prices: Array
+    shrinkage: Array
+
+    @classmethod
+    def of(cls, counts: csr_array, config: FitConfig, lm: LMTokens) -> "Design":
+        """Make the design of texts."""
+        texts = np.bincount(counts.indices, minlength=counts.shape[1])
+        tokens = np.flatnonzero(texts >= config.min_texts)
+        everything = _presence(counts)
+        embeddings = lm.whitened(counts, config.keep)
+        shrinkage = np.ones(counts.shape[1])
+        prices = np.zeros(len(tokens))
+        if lm.frequencies is not None:
+            prices = PRICE_WEIGHT * lm.frequencies[tokens]
+            unseen = lm.frequencies / (lm.frequencies + LEAST_FREQUENCY)
+            shrinkage = np.where(texts >= config.min_texts, 1.0, unseen)
+        if embeddings is None:
+            embeddings = np.zeros((counts.shape[1], 0), dtype=np.float32)
+        sums = everything.astype(np.float32) @ embeddings
+        prices = np.append(prices, np.full(embeddings.shape[1], PRICE_WEIGHT))
+        return cls(tokens, everything[:, tokens], embeddings, sums, prices, shrinkage)
+
+    @property
+    def word_precision(self) -> float:
+        """The precision of the rewards of single tokens at penalty 1, per squared information."""
+        return UNIT_PRECISION * (WORD_PRECISION if self.sums.shape[1] else 1.0)
+
+    def log_odds(self, fitted: Regression) -> Array:
+        """Compute the log-odds of the texts, (n, K)."""
+        own, shared = np.split(fitted.coefficients, [len(self.tokens)])
+        return np.asarray(self.presence @ own + self.sums @ shared + fitted.biases)
+
+    def evidence(self, fitted: Regression) -> list[Evidence]:
+        """Return the evidence of each label. With embeddings, all tokens have a reward."""
+        own, shared = np.split(fitted.coefficients, [len(self.tokens)])
+        tokens, rewards = self.tokens, own
+        if len(shared):
+            tokens = np.arange(len(self.embeddings))
+            rewards = (self.embeddings @ shared) * self.shrinkage[:, None]
+            rewards[self.tokens] += own
+        return [
+            _evidence(float(bias), tokens, column)
+            for bias, column in zip(fitted.biases, rewards.T, strict=True)
+        ]
+
+
+def _presence(counts: csr_array) -> csr_array:
+    """Return which texts contain which tokens, 1 or 0."""
+    presence = counts.copy()
     presence.data = np.ones_like(presence.data)
-    return presence, tokens
+    return presence
 
 
 def _evidence(bias: float, tokens: Indices, rewards: Array) -> Evidence:
-    kept = np.abs(rewards) >= MIN_REWARD
-    return Evidence(
-        bias,
-        torch.from_numpy(tokens[kept]).to(torch.int32),
-        torch.from_numpy(rewards[kept]).float(),
-    )
+    """Return evidence without the rewards that are too small to matter."""
+    largest = float(np.abs(rewards).max(initial=0.0))
+    kept = np.abs(rewards) >= min(MIN_REWARD, MIN_SHARE * largest)
+    # Rounded, so that files may hold them in 16 bits.
+    values = torch.from_numpy(rewards[kept]).half().float()
+    return Evidence(bias, torch.from_numpy(tokens[kept]).to(torch.int32), values)
 
 
 def _predict(evidence: Evidence, counts: csr_array) -> Array:
@@ -127,14 +230,7 @@ def _predict(evidence: Evidence, counts: csr_array) -> Array:
     return np.asarray(0.5 * (1 + np.tanh(0.5 * log_odds)))
 
 
-class Regression(NamedTuple):
-    """Log-odds that are linear in the presence of M tokens: one column per label, or one alone."""
-
-    biases: Array  # (K,)
-    rewards: Array  # (M, K)
-
-
-def logistic(presence: csr_array, targets: Array, penalty: float, prices: Array) -> Regression:
+def logistic(design: Design, targets: Array, penalty: float) -> Regression:
     """Fit sigma(bias + sum of rewards) to targets in [0, 1] by cross-entropy."""
     rate = float(np.clip(targets.mean(), 1 - MAX_RATE, MAX_RATE))
     bias = np.log(rate) - np.log1p(-rate)
@@ -144,13 +240,11 @@ def logistic(presence: csr_array, targets: Array, penalty: float, prices: Array)
         loss = np.logaddexp(0, z).sum() - targets @ z
         return float(loss), (0.5 * (1 + np.tanh(0.5 * z)) - targets)[:, None]
 
-    problem = _Problem(presence, penalty, prices, 0.25)
+    problem = _Problem(design, penalty, 0.25, np.float64)
     return problem.minimize(np.array([bias]), residuals, {"ftol": TOLERANCE})
 
 
-def softmax(
-    presence: csr_array, labels: Indices, num_labels: int, penalty: float, prices: Array
-) -> Regression:
+def softmax(design: Design, labels: Indices, num_labels: int, penalty: float) -> Regression:
     """Fit the probabilities of labels, p(k) proportional to exp(bias_k + sum of rewards_k).
 
     The rewards of each token sum to 0 over the labels, because the loss does not depend on their
@@ -170,7 +264,7 @@ def softmax(
         p[rows, labels] -= 1
         return float(loss), p
 
-    problem = _Problem(presence.astype(np.float32), penalty, prices, 1 / num_labels)
+    problem = _Problem(design, penalty, 1 / num_labels, np.float32)
     options = {"ftol": SOFTMAX_TOLERANCE, "maxcor": SOFTMAX_MEMORY}
     return problem.minimize(biases, residuals, options)
 
@@ -182,21 +276,24 @@ class _Problem:
     """
 
     def __init__(
-        self, presence: csr_array, penalty: float, prices: Array, curvature: float
+        self, design: Design, penalty: float, curvature: float, dtype: type[np.floating[Any]]
     ) -> None:
-        num_texts, num_tokens = presence.shape
-        texts = np.bincount(presence.indices, minlength=num_tokens)
+        num_texts, self.num_tokens = design.presence.shape
+        texts = np.bincount(design.presence.indices, minlength=self.num_tokens)
         # A token in all texts has no information; half a text less keeps its precision finite.
         information = np.log(num_texts / np.minimum(texts, num_texts - 0.5))
-        prior = UNIT_PRECISION / information**2 + num_texts * prices
+        prior = num_texts * design.prices
+        prior[: self.num_tokens] += design.word_precision / information**2
         precision = np.maximum(penalty * prior, MIN_PRECISION)
-        units = 1 / np.sqrt(curvature * texts + precision)
-        dtype = presence.dtype
-        self.bias_unit = dtype.type(1 / np.sqrt(curvature * num_texts))
-        self.units = units[:, None]
+        squares = np.append(texts, np.square(design.sums, dtype=np.float64).sum(0))
+        units = 1 / np.sqrt(curvature * squares + precision)
+        self.dtype, self.units = dtype, units[:, None]
+        self.bias_unit = dtype(1 / np.sqrt(curvature * num_texts))
         self.precision = (precision * units**2)[:, None].astype(dtype)
-        self.presence = (presence @ diags_array(units)).astype(dtype)
+        own, shared = np.split(units, [self.num_tokens])
+        self.presence = (design.presence @ diags_array(own)).astype(dtype)
         self.transposed = self.presence.T.tocsr()
+        self.sums = (design.sums * shared).astype(dtype)
 
     def minimize(
         self,
@@ -204,25 +301,25 @@ class _Problem:
         residuals: Callable[[Array], tuple[float, Array]],
         options: dict[str, float],
     ) -> Regression:
-        """Minimize the loss, starting from biases (K,) and rewards of 0, by L-BFGS.
+        """Minimize the loss, starting from biases (K,) and coefficients of 0, by L-BFGS.
 
         `residuals` returns the loss of log-odds (n, K), and its derivative by each.
         """
-        num_labels, num_tokens = len(biases), self.presence.shape[1]
+        shape = len(self.units), len(biases)
 
         def loss(point: Array) -> tuple[float, Array]:
-            point = point.astype(self.presence.dtype)
-            rewards = point[num_labels:].reshape(num_tokens, num_labels)
-            log_odds = self.presence @ rewards + self.bias_unit * point[:num_labels]
-            value, residual = residuals(log_odds)
-            gradient = self.transposed @ residual
-            penalty = self.precision * rewards
-            value += 0.5 * float(np.vdot(penalty, rewards))
-            gradient += penalty
-            parts = [self.bias_unit * residual.sum(0), gradient.ravel()]
+            point = point.astype(self.dtype)
+            offsets = self.bias_unit * point[: len(biases)]
+            values = point[len(biases) :].reshape(shape)
+            own, shared = np.split(values, [self.num_tokens])
+            value, residual = residuals(self.presence @ own + self.sums @ shared + offsets)
+            penalty = self.precision * values
+            value += 0.5 * float(np.vdot(penalty, values))
+            gradient = np.concatenate([self.transposed @ residual, self.sums.T @ residual])
+            parts = [self.bias_unit * residual.sum(0), (gradient + penalty).ravel()]
             return value, np.concatenate(parts).astype(np.float64)
 
-        start = np.concatenate([biases / self.bias_unit, np.zeros(num_tokens * num_labels)])
+        start = np.concatenate([biases / self.bias_unit, np.zeros(shape[0] * shape[1])])
         result = minimize_by_lbfgs(loss, start, options)
-        rewards = result.x[num_labels:].reshape(num_tokens, num_labels) * self.units
-        return Regression(result.x[:num_labels] * float(self.bias_unit), rewards)
+        coefficients = result.x[len(biases) :].reshape(shape) * self.units
+        return Regression(result.x[: len(biases)] * float(self.bias_unit), coefficients)
