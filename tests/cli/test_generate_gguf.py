@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("llama_cpp", reason="needs the extra `llama-cpp`")
 
+from foretrace.attribute import AttributeStore, ContextReward
+from foretrace.context import read_head
 from foretrace.hmm import HMM
 from forked import Done, Run
 
@@ -86,3 +89,19 @@ def test_an_hmm_of_another_tokenizer_is_refused(generate: Run, tmp_path: Path) -
 def test_commands_that_need_transformers_say_so(run: Run, smollm2_gguf: Path) -> None:
     done = run("explain", smollm2_gguf, "--hmm", HMM_FOLDER, "--goal", "positive", "--prompt", "a")
     assert "only `foretrace generate` and `foretrace distill`" in done.err
+
+
+def test_context_rewards_are_read_from_the_logits_of_llama_cpp(
+    run: Run, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """The head of the file makes the probe. Attributes of another LM are refused."""
+    store = AttributeStore(tmp_path)
+    base = AttributeStore(EXAMPLES / "attributes")["positive"]
+    options = ["--hmm", HMM_FOLDER, "--attributes", tmp_path, "--prompt", "a", "--json"]
+    options += ["--strength", "1", "--max-new-tokens", "2", "--temperature", "0"]
+    readers, writers = 1e-3 * torch.ones(1, 577), torch.ones(1, 576)
+    for head, code in ((read_head(smollm2_gguf).fingerprint, 0), ("sha256:0", 1)):
+        store.add(base.with_context(ContextReward(readers, writers, head)).renamed("moody"))
+        done = run("generate", smollm2_gguf, *options, "--goal", "moody")
+        assert done.code == code, done.err
+    assert "whose head is sha256:0" in done.err

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from foretrace.attribute import Attribute
     from foretrace.hmm import HMM
 
+FIT_LENGTH = 64  # tokens of texts, to measure frequencies for price-aware rewards
+
 
 @dataclass(frozen=True)
 class Models:
@@ -45,7 +47,7 @@ class Models:
         """
         if lm is not None:
             model, loaded_tokenizer = load_lm(lm, dtype, device)
-            measured = load_or_measure_hmm(hmm, model, loaded_tokenizer)
+            measured = load_or_measure_hmm(hmm, model, loaded_tokenizer, FIT_LENGTH)
             return cls(lm, loaded_tokenizer, model, hmm or UNIGRAM, measured)
         loaded_tokenizer = load_tokenizer(tokenizer)
         loaded_hmm = None if hmm is None else load_hmm(hmm, loaded_tokenizer, "cpu")

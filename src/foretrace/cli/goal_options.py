@@ -150,16 +150,19 @@ def load_hmm(
 
 
 def load_or_measure_hmm(
-    source: str | None, lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+    source: str | None,
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    length: int = 8,
 ) -> "HMM":
-    """Load the HMM of an LM; if none is named, measure the frequencies of the LM's tokens."""
+    """Load the HMM of an LM; if none is named, measure token frequencies in texts of `length`."""
     from foretrace.engines.transformers import unigram_hmm
 
     if source is not None:
         return load_hmm(source, tokenizer, lm.device)
     typer.secho(WITHOUT_HMM, dim=True, err=True)
     with ProgressBars(resumes=False, stderr=True) as bars:
-        return unigram_hmm(lm, tokenizer, on_progress=bars.update)
+        return unigram_hmm(lm, tokenizer, length=length, on_progress=bars.update)
 
 
 BuildProbe = Callable[[], "Probe"]

@@ -244,6 +244,7 @@ def openings(
     *,
     ends: Sequence[int],
     count: int = NUM_ROWS,
+    length: int = OPENING_TOKENS,
     top_p: float,
     seed: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -254,15 +255,16 @@ def openings(
         start: The tokens that begin a text.
         ends: Tokens that end a text. They do not occur after the start.
         count: The number of texts.
+        length: The number of tokens after the start.
         top_p: The probability of the nucleus to sample from.
         seed: The random seed.
 
     Yields:
-        OPENING_TOKENS times, the logits of the next token, (n, V), and the tokens, (n,).
+        For each token, the logits of the texts, (n, V), and the tokens drawn, (n,).
     """
     rows = LMBatch(model, [start], count)
     generator = torch.Generator(rows.logits.device).manual_seed(seed)
-    for remaining in reversed(range(OPENING_TOKENS)):
+    for remaining in reversed(range(length)):
         rows.logits[:, list(ends)] = -torch.inf
         tokens = _draw(rows.logits, generator, top_p)
         yield rows.logits, tokens

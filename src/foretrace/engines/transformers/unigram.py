@@ -20,6 +20,7 @@ def unigram_hmm(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     *,
+    length: int = OPENING_TOKENS,
     seed: int = 0,
     on_progress: OnStage = silent,
 ) -> HMM:
@@ -27,11 +28,13 @@ def unigram_hmm(
 
     Goals then weigh the next token alone, and a required text is placed by the frequencies of its
     tokens. The LM begins 32 texts. The frequencies are the mean of its next-token distributions
-    over their first 8 tokens, which takes seconds.
+    over their first tokens. Eight take seconds, and suffice to steer. Price-aware rewards gain by
+    more.
 
     Args:
         model: A causal LM of transformers.
         tokenizer: Its tokenizer.
+        length: The number of tokens of each text.
         seed: The random seed.
         on_progress: Called with stage, done, total and unit.
 
@@ -50,10 +53,11 @@ def unigram_hmm(
     ends = [*dict.fromkeys([*own, *stop_tokens(model.generation_config, ())])]
     name = model.name_or_path
     total = torch.zeros(1, device=model.device)
-    steps = openings(model, start_ids(tokenizer, ends), ends=ends, top_p=1.0, seed=seed)
+    start = start_ids(tokenizer, ends)
+    steps = openings(model, start, ends=ends, length=length, top_p=1.0, seed=seed)
     for done, (logits, _) in enumerate(steps, 1):
         total = total + logits.softmax(-1).mean(0)
-        on_progress("token frequencies", done, OPENING_TOKENS, "tokens")
+        on_progress("token frequencies", done, length, "tokens")
     return HMM.unigram(
         total,
         eos_token_ids=ends,
