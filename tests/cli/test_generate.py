@@ -112,6 +112,7 @@ def test_an_hmm_is_optional(run: Run, spelled: list[str]) -> None:
     assert "ship" in json.loads(done.out)["text"]
     assert "z" not in json.loads(done.out)["text"]
     assert done.err.startswith("Without --hmm, goals look at the next token alone.")
+    assert "found with token frequencies alone" in done.err
     explained = run("explain", *options)
     assert explained.code == 0, explained.err
     assert "mean price" in explained.out

@@ -32,7 +32,7 @@ def test_the_end_of_text_state_is_absorbing() -> None:
 
 def test_a_unigram_hmm_emits_tokens_at_their_frequencies() -> None:
     hmm = HMM.unigram(torch.tensor([3, 1, 0, 4]), eos_token_ids=[3], source_model="my-lm")
-    assert hmm.num_states == 1
+    assert hmm.is_unigram
     torch.testing.assert_close(hmm.token_frequencies(), torch.tensor([0.75, 0.25, 0, 0]).double())
     assert bool((hmm.emission.predict(torch.ones(1, 1)) > 0).all())  # no token is impossible
     assert hmm.config == HMMConfig((3,), None, "my-lm", {"method": "unigram"})

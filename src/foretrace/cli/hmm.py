@@ -16,6 +16,7 @@ app = typer.Typer(
 
 # Facts about the distillation that `show` prints without --all.
 SHOWN_FACTS = (
+    "method",
     "converted_from",
     "sequences",
     "epochs",

@@ -212,6 +212,11 @@ class HMM:
         return self.initial.numel()
 
     @property
+    def is_unigram(self) -> bool:
+        """Whether there is one state: what follows does not depend on the tokens before."""
+        return self.num_states == 1
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, V."""
         return self.emission.vocab_size

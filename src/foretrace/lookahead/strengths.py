@@ -104,11 +104,12 @@ class LevelStrengths:
             )
         strength = HMMPrices(self.hmm).strength(attribute, BUDGETS[level])
         logger.warning(
-            "'%s' was not calibrated: strength %.2g for the level '%s' was found with the HMM "
+            "'%s' was not calibrated: strength %.2g for the level '%s' was found with %s "
             "alone. `foretrace calibrate` measures it with the language model.",
             attribute.name,
             strength,
             level,
+            "token frequencies" if self.hmm.is_unigram else "the HMM",
             extra={"attribute": attribute.name},
         )
         return strength

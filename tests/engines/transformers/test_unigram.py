@@ -5,11 +5,13 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
+from foretrace.engines.prompts import encode_prompts, start_ids
 from foretrace.engines.transformers import unigram_hmm
 from foretrace.vocabulary import fingerprint
-from tiny_lm import word_tokenizer
+from tiny_lm import WORDS, word_tokenizer
 
 
 def test_frequencies_are_those_of_the_lm(model: PreTrainedModel) -> None:
@@ -36,3 +38,14 @@ def test_frequencies_are_those_of_the_lm(model: PreTrainedModel) -> None:
     )
     counted = torch.bincount(texts[:, 1:].flatten(), minlength=hmm.vocab_size) / 4000
     assert float((hmm.token_frequencies() - counted).abs().sum()) < 0.25
+
+
+def test_texts_begin_as_the_tokenizer_begins_them() -> None:
+    """A tokenizer that adds a token to every text adds it to an empty one, too."""
+    tokenizer = word_tokenizer()
+    assert start_ids(tokenizer) == [0]
+    assert start_ids(tokenizer, [5]) == [5]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="w7 $A", special_tokens=[("w7", WORDS.index("w7"))]
+    )
+    assert start_ids(tokenizer, [5]) == encode_prompts(tokenizer, [""])[0] == [WORDS.index("w7")]
