@@ -114,6 +114,11 @@ def fit_judge(
 
     Returns:
         The judge; None if there are too few texts.
+
+    Example:
+        >>> from foretrace.engines.transformers.judged_runs import fit_judge
+        >>> fit_judge(model, tokenizer, ["you fool", "dear customer"], [0.0, 1.0]) is None
+        True
     """
     try:
         return TextClassifier.fit(
