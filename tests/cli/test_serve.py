@@ -2,11 +2,14 @@
 
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from foretrace import cli
 from foretrace.cli import serve
+from foretrace.context import Probe, read_head
 
 
 def vllm_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
@@ -40,3 +43,19 @@ def test_dtype_of_the_user_is_passed_to_vllm(
     assert command.count("--dtype") == 1
     assert command[command.index("--dtype") + 1] == "half"
     assert command[-2:] == ["--port", "8001"]
+
+
+def test_the_probe_must_be_of_the_lm(
+    steered: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head, file = read_head(steered[0]), tmp_path / "probe.safetensors"
+    Probe.build(head).save(file)
+    vllm_command(monkeypatch, *steered, "--probe", str(file))
+    assert os.environ["FORETRACE_SERVE_PROBE"] == str(file)
+    Probe.build(replace(head, scale=2.0), source="another").save(file)
+    with pytest.raises(AssertionError):
+        vllm_command(monkeypatch, *steered, "--probe", str(file))
+    assert "The probe was made for another" in " ".join(capsys.readouterr().err.split())
