@@ -195,6 +195,7 @@ def test_bad_input_is_a_one_line_error(
     [
         (["--by", "author", "--plot", "p.png"], "no meaning with it"),
         (["--label", "toxic"], "are for a --scorer"),
+        (["--context"], "--context needs --lm"),
         (["--out", "."], "is a folder"),
         (["--keep", "no-such-file"], "one entry per line"),
     ],

@@ -35,7 +35,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 def test_from_a_description(run: Run, chat_lm: Path, tmp_path: Path) -> None:
     out, texts = tmp_path / "formal.safetensors", tmp_path / "formal.texts.jsonl"
     command = ["fit", "--describe", "w9 formal", "--against", "w8", "--lm", chat_lm]
-    command += ["--no-context", "--num-texts", 160, "--out", out]
+    command += ["--num-texts", 160, "--out", out]
     done = run(*command)
     assert done.code == 0, done.err
     written = rows(texts)
@@ -57,7 +57,7 @@ def test_from_a_description(run: Run, chat_lm: Path, tmp_path: Path) -> None:
     refused = run(*command)
     assert refused.code == 1
     assert "other texts or scores" in refused.err
-    fitted = run("fit", texts, "--lm", chat_lm, "--no-context", "--out", out)
+    fitted = run("fit", texts, "--lm", chat_lm, "--out", out)
     assert fitted.code == 0, fitted.err
     assert Attribute.load(out).config.fit["source"]["data"] == texts.name
 
@@ -68,7 +68,7 @@ def test_samples_of_the_lm_are_scored(run: Run, tiny_lm: Path, scorer: str, tmp_
     for name, options in (("openings", []), ("prompts", ["--prompts", prompts])):
         out = tmp_path / f"{name}.safetensors"
         command = ["fit", "--lm", tiny_lm, "--scorer", scorer, "--num-texts", 100, "--out", out]
-        done = run(*command, "--no-context", *options)
+        done = run(*command, *options)
         assert done.code == 0, done.err
         samples = rows(tmp_path / f"{name}.texts.jsonl")
         assert len(samples) > 80
@@ -87,8 +87,7 @@ def test_an_lm_adds_levels_and_a_verdict(
     lm, *hmm = steered[:3]
     out = tmp_path / "a.safetensors"
     command = ["fit", "--lm", lm, "--scorer", scorer, "--num-texts", 100, "--out", out]
-    options = ["--objective", "evidence", "--no-context", *(hmm if with_hmm else [])]
-    done = run(*command, *options)
+    done = run(*command, "--objective", "evidence", *(hmm if with_hmm else []))
     assert done.code == 0, done.err
     assert ("the next token alone" in done.err) is not with_hmm
     measured = Attribute.load(out)
@@ -107,7 +106,8 @@ def test_context_is_fitted_with_the_lm(run: Run, tiny_lm: Path, tmp_path: Path) 
     pairs = zip(texts, scores, strict=True)
     lines = [json.dumps({"text": text, "score": score}) for text, score in pairs]
     data.write_text("\n".join(lines) + "\n")
-    done = run("fit", data, "--lm", tiny_lm, "--objective", "evidence", "--out", out)
+    command = ["fit", data, "--lm", tiny_lm, "--objective", "evidence", "--out", out]
+    done = run(*command, "--context")
     assert done.code == 0, done.err
     attribute = Attribute.load(out)
     context = attribute.config.fit["context"]

@@ -59,7 +59,7 @@ def fit(
     plot: options.Plot = None,
     lm: options.LM = None,
     hmm: options.HMM = None,
-    context: options.Context = True,
+    context: options.Context = False,
     tokenizer: options.Tokenizer = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -76,7 +76,7 @@ def fit(
         score, invert, by, scorer, label, zero_shot, encoder, scorer_url, scorer_model,
         scorer_prompt,
     )  # fmt: skip
-    options.check(text_options, score_options, lm, tokenizer, out, (name, plot))
+    options.check(text_options, score_options, lm, context, tokenizer, out, (name, plot))
     transform = None
     if scale is not None or shift is not None:
         transform = LogitAffine(1.0 if scale is None else scale, shift or 0.0)
@@ -92,8 +92,6 @@ def fit(
     fitter = _Fitter(models, window, config, [*kept_words, *texts.instruction_words])
     if by is not None:
         fitter.fit_labels(texts, out)
-        if lm and context:
-            typer.echo("Attributes of --by read words alone: they have no context rewards.")
         return
     if score_options.scored:
         cache = out.with_suffix(".scores.jsonl")

@@ -155,8 +155,9 @@ HMM = Annotated[
 Context = Annotated[
     bool,
     _LMOption(
+        "--context",
         help="Also fit rewards that depend on what the LM makes of the text so far, and keep them "
-        "if they help. This takes minutes. With --by, there are none."
+        "if they help. This takes minutes.",
     ),
 ]
 Tokenizer = Annotated[
@@ -211,6 +212,7 @@ def check(
     texts: TextOptions,
     scores: ScoreOptions,
     lm: str | None,
+    context: bool,
     tokenizer: str | None,
     out: Path,
     single: tuple[str | Path | None, ...],
@@ -247,6 +249,9 @@ def check(
         "--by takes labels from a file. --describe, scorers, --invert, --name and --plot have no "
         "meaning with it.": by
         and any((texts.data is None, scores.scored, scores.invert, texts.prompts, *single)),
+        "--context needs --lm, and fits one attribute: leave out --by.": (
+            context and (by or not lm)
+        ),
         "Pass --lm, or --tokenizer: an attribute belongs to a tokenizer.": not (lm or tokenizer),
         "--lm has its own tokenizer: leave out --tokenizer.": bool(lm and tokenizer),
         f"--out {out} is a file; with --by it must be a folder.": by and out.is_file(),
