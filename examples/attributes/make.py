@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace._hardware import default_dtype
 from foretrace.attribute import group_terms, tokenize, word_tokens
-from foretrace.context import Head, Probe, token_embeddings
-from foretrace.engines.transformers.context import add_context
+from foretrace.context import Head, token_embeddings
 from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.verdict import calibrate_and_report
 from foretrace.vocabulary import tokenizer_settings
@@ -70,29 +69,15 @@ class Maker:
         self.settings = tokenizer_settings(self.tokenizer.get_vocab())
 
     def make(self, name: str, source: Source) -> Attribute:
-        """Fit an attribute, add context if it helps, and calibrate."""
-        texts, scores = self._read(source.train, source)
-        prompts = [row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])]
-        models = self.model, self.tokenizer, self.hmm
-        judge = fit_judge(self.model, self.tokenizer, texts, scores)
-        attribute = add_context(
-            *models,
-            self.fit(name, source, **self.lm_settings),
-            judge=judge,
-            texts=texts,
-            scores=scores,
-            folder=FOLDER / f"{name}.states",
-            prompts=prompts,
-            keep=self._kept(source),
-            build_probe=lambda: self.probe,
-        )
-        print(name, attribute.config.fit["context"]["summary"], flush=True)  # noqa: T201
+        """Fit and calibrate an attribute."""
+        texts, scores = self.read(source.train, source)
         return calibrate_and_report(
-            *models,
-            attribute,
-            prompts=prompts,
-            judge=judge,
-            probe=self.probe,
+            self.model,
+            self.tokenizer,
+            self.hmm,
+            self.fit(name, source, **self.lm_settings),
+            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
+            judge=fit_judge(self.model, self.tokenizer, texts, scores),
             source={"prompts": PROMPTS},
         )
 
@@ -104,11 +89,11 @@ class Maker:
         embeddings: Tensor | None = None,
     ) -> Attribute:
         """Fit an attribute, without levels."""
-        texts, scores = self._read(source.train, source)
+        texts, scores = self.read(source.train, source)
         windows = tokenize(texts, self.tokenizer, 128)
         validation = None
         if source.test is not None:
-            held_out, held_out_scores = self._read(source.test, source)
+            held_out, held_out_scores = self.read(source.test, source)
             pieces = tokenize(held_out, self.tokenizer, 128)
             validation = pieces.token_ids, [held_out_scores[text] for text in pieces.texts]
         return Attribute.fit(
@@ -136,16 +121,11 @@ class Maker:
         """The language model, which is loaded when it is first needed."""
         return AutoModelForCausalLM.from_pretrained(self.lm, dtype=default_dtype("cpu"))
 
-    @cached_property
-    def probe(self) -> Probe:
-        """The probe of the language model."""
-        return Probe.build(Head.of_model(self.model, self.tokenizer))
-
     def _kept(self, source: Source) -> list[int]:
         """Return the tokens that must not decide."""
         return word_tokens(group_terms(), self.tokenizer) if source.keep else []
 
-    def _read(self, file: str, source: Source) -> tuple[list[str], list[float]]:
+    def read(self, file: str, source: Source) -> tuple[list[str], list[float]]:
         """Return the texts of a table and their scores."""
         rows = [row for row in _tabular.read_rows(self.data / file, []) if row[source.text]]
         return [row[source.text] for row in rows], [float(source.score(row)) for row in rows]
