@@ -19,6 +19,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretrace import HMM
+from foretrace._hardware import default_dtype
 from foretrace.engines.contrast import instruction_words
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
@@ -26,6 +27,7 @@ from foretrace.evaluate.suite import load_suite
 from harness import Report, options
 from smollm2 import find_smollm2
 
+NUM_PROMPTS = 60
 JUDGE_TEXTS = Path(__file__).parent / "judge_texts"
 HMM_FOLDER = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 
@@ -102,7 +104,7 @@ def main() -> None:
     args = options(__doc__)
     folders = {key: Path(os.environ[f"FORETRACE_{key}"]) for key in ("DATA", "TEXTS", "OUT")}
     report = Report("Attributes from a sentence, against the sentence as a prompt")
-    lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype="float32")
+    lm = AutoModelForCausalLM.from_pretrained(find_smollm2(), dtype=default_dtype("cpu"))
     tokenizer, hmm = AutoTokenizer.from_pretrained(find_smollm2()), HMM.from_pretrained(HMM_FOLDER)
     for name in list(DESCRIPTIONS)[: 1 if args.quick else None]:
         out = folders["OUT"] / name
@@ -112,7 +114,7 @@ def main() -> None:
         config = EvaluationConfig(
             data=folders["DATA"],
             out=out,
-            prompts=4 if args.quick else 100,
+            prompts=4 if args.quick else NUM_PROMPTS,
             methods=("strong",) if args.quick else (),
             encoder=os.environ.get("FORETRACE_ENCODER"),
         )
