@@ -153,8 +153,9 @@ def add_context(
             attribute, fitted.reward, work.trials(attribute, fitted.reward), record
         )
     else:
-        losses = f"{fitted.record['loss']:.4f} with it and {fitted.record['loss_without']:.4f}"
-        why = f"does not help here (the log-loss on held-out tokens is {losses} without it)"
+        change = fitted.record["loss"] - fitted.record["loss_without"]
+        margin = 2 * fitted.record["standard_error"]
+        why = f"does not help here (held-out log-loss: {change:+.4f} \u00b1 {margin:.4f})"
         chosen = _without(attribute, why, **record)
     remove_states(folder)
     return chosen
