@@ -55,7 +55,7 @@ def test_batches_from_a_file_with_several_goals(
     side += ["--strength", 1]
     code, out, _ = run("generate", *steered, *side)
     assert code == 0
-    assert out.count("attribute probability 1.000") >= 3
+    assert out.count("probability of odd 1.000") >= 3
     assert out.count("nats per token") == 3
 
 
@@ -173,6 +173,26 @@ def test_streamed_text_equals_the_result(run: Run, steered: list[str]) -> None:
     assert streamed.out == f"{row['prompt']}{row['text']}\n\n"
 
 
+def test_results_follow_each_text(run: Run, steered: list[str]) -> None:
+    options = ["--goal", "odd & ~low", "--goal", "odd", "--strength", 1, "--max-new-tokens", 8]
+    options += ["--prompt", "w1", "--prompt", "w2"]
+    done = run("generate", *steered, *options)
+    results = r"price [\d.]+ nats per token; probability of \(odd & ~low\) [\d.]+; .* of odd 1.000"
+    assert len(re.findall(results, done.err)) == len(done.err.splitlines()) == 2
+    quiet = run("generate", *steered, *options, "--quiet")
+    assert (quiet.out, quiet.err) == (done.out, "")
+
+
+def test_texts_without_a_goal_are_bare(run: Run, steered: list[str]) -> None:
+    options = ["--prompt", "w1 w2", "--max-new-tokens", 8, "--json"]
+    done = run("generate", steered[0], *options)
+    assert (done.code, done.err) == (0, "")
+    row = json.loads(done.out)
+    assert row.keys() == {"prompt", "text", "probability"}
+    compared = run("generate", *steered, "--goal", "odd", "--strength", 1, *options, "--compare")
+    assert json.loads(compared.out)["bare"]["text"] == row["text"]
+
+
 def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_path: Path) -> None:
     page = tmp_path / "why.html"
     shutil.copytree(steered[4], tmp_path / "attributes")
@@ -233,6 +253,8 @@ def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_
             2,
             "given 2 times, for 1 goals",
         ),
+        (["--prompt", "w1", "--compare"], 2, "--compare needs a --goal, which is missing"),
+        (["--prompt", "w1", "--window", "4"], 2, "--window needs a --goal, which is missing"),
         (["--goal", "odd", "--prompts", "no.jsonl"], 1, "There is no file"),
         (["--goal", "odd", "--prompt", "w1", "--attributes", "."], 1, "There are no attributes in"),
         (["--goal", "odd", "--prompt", "w1", "--dtype", "float3"], 1, "cannot be loaded"),
@@ -265,7 +287,7 @@ def test_errors_follow_no_prompt(run: Run, spelled: list[str]) -> None:
 
 
 def test_an_empty_prompt_begins_a_new_text(run: Run, steered: list[str]) -> None:
-    options = ["--goal", "odd", "--strength", "1", "--max-new-tokens", 4, "--prompt"]
+    options = ["--goal", "odd", "--strength", "1", "--max-new-tokens", 4, "--quiet", "--prompt"]
     assert "begins a new text" in run("generate", *steered, *options, "").err
     assert not run("generate", *steered, *options, "w1").err
 

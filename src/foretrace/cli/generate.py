@@ -61,6 +61,9 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no price and no probabilities after a text.")
+    ] = False,
     max_new_tokens: goal_options.MaxNewTokens = 40,
     horizon: goal_options.Horizon = 64,
     neutral_end: goal_options.NeutralEnd = True,
@@ -73,47 +76,59 @@ def generate(
     device: goal_options.Device = "auto",
     dtype: goal_options.Dtype = "auto",
 ) -> None:
-    """Generate continuations of prompts, or answers in chats, steered toward goals."""
+    """Generate continuations of prompts, or answers in chats. Without goals, they are unsteered."""
     from foretrace.context import Probe
 
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is an option of --prompts, which is missing.")
     texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
-    if not (goal or must_contain or must_not_contain):
-        raise typer.BadParameter("Pass --goal, --must-contain or --must-not-contain.")
+    has_goals = bool(goal or must_contain or must_not_contain)
+    if not has_goals:
+        needs_goal = {
+            "--level": level,
+            "--transform": transform,
+            "--after": after,
+            "--window": window,
+            "--compare": compare,
+        }
+        for option in (name for name, value in needs_goal.items() if value):
+            raise typer.BadParameter(f"{option} needs a --goal, which is missing.")
     if not texts:
         raise typer.BadParameter("Pass a prompt: --prompt TEXT, or --prompts FILE.")
     if "" in texts:
         typer.echo("A prompt is empty: its continuation begins a new text.", err=True)
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
-    lm = None
+    lm = goals = loaded_hmm = None
     build_probe: goal_options.BuildProbe
     if is_gguf(model):
         _require_llama_options(batch_size, dtype)
-        if hmm is None:
+        if has_goals and hmm is None:
             raise typer.BadParameter(
-                f"A GGUF file needs --hmm. `foretrace distill {model}` makes its HMM."
+                f"A GGUF file needs --hmm to steer. `foretrace distill {model}` makes its HMM."
             )
         tokenizer = load_gguf_tokenizer(model)
         build_probe = partial(build_gguf_probe, model)
-        loaded_hmm = goal_options.load_hmm(hmm, tokenizer, choose_device(device))
+        if has_goals and hmm is not None:
+            loaded_hmm = goal_options.load_hmm(hmm, tokenizer, choose_device(device))
     else:
         lm, tokenizer = load_lm(model, dtype, device)
         build_probe = goal_options.probe_builder(lm, tokenizer)
-        loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
-    goals = goal_options.load_goals(
-        loaded_hmm,
-        tokenizer,
-        attributes,
-        goal or [],
-        settings,
-        horizon,
-        must_contain,
-        must_not_contain,
-        build_probe=build_probe if probe is None else partial(Probe.load, probe),
-        after=after,
-        window=window,
-    )
+        if has_goals:
+            loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
+    if loaded_hmm is not None:
+        goals = goal_options.load_goals(
+            loaded_hmm,
+            tokenizer,
+            attributes,
+            goal or [],
+            settings,
+            horizon,
+            must_contain,
+            must_not_contain,
+            build_probe=build_probe if probe is None else partial(Probe.load, probe),
+            after=after,
+            window=window,
+        )
     prompt_list: list[Prompt] = list(texts)
     if chat or system is not None:
         prompt_list = [as_messages(text, system) for text in texts]
@@ -133,9 +148,14 @@ def generate(
         sampling = goal_options.sampling_options(temperature, top_p)
         options = sampling | {"max_new_tokens": max_new_tokens}
         generator = TextGenerator(lm, tokenizer, goals, options)
-    print_batch = _print_json if as_json else _print_side_by_side if compare else _print_texts
     for start in range(0, len(prompt_list), batch_size):
-        print_batch(generator, prompt_list[start : start + batch_size], seed + start, compare)
+        batch, batch_seed = prompt_list[start : start + batch_size], seed + start
+        if as_json:
+            _print_json(generator, batch, batch_seed, compare)
+        elif compare:
+            _print_side_by_side(generator, batch, batch_seed)
+        else:
+            _print_texts(generator, batch, batch_seed, quiet)
 
 
 def _require_llama_options(batch_size: int, dtype: str) -> None:
@@ -148,8 +168,11 @@ def _require_llama_options(batch_size: int, dtype: str) -> None:
         raise typer.BadParameter("--dtype must be auto for a GGUF file, which has its own dtypes.")
 
 
-def _print_texts(generator: Generator, prompts: Sequence[Prompt], seed: int, _: bool) -> None:
-    """Print each prompt with its continuation; stream the text of a single prompt."""
+def _print_texts(generator: Generator, prompts: Sequence[Prompt], seed: int, quiet: bool) -> None:
+    """Print each prompt with its continuation; stream the text of a single prompt.
+
+    The price and the probabilities go to standard error, so that standard output has the texts.
+    """
     shown: str | None = None
 
     def print_new(text: str) -> None:
@@ -160,44 +183,61 @@ def _print_texts(generator: Generator, prompts: Sequence[Prompt], seed: int, _: 
         shown = text
 
     generations = generator.generate(prompts, seed, on_text=print_new)
-    if len(prompts) == 1:
-        print_new(generations[0].text)
-        typer.echo("\n")
-        return
     for prompt, generation in zip(prompts, generations, strict=True):
-        typer.secho(_shown(prompt), bold=True, nl=False)
-        typer.echo(generation.text + "\n")
+        if len(prompts) == 1:
+            print_new(generation.text)
+        else:
+            typer.secho(_shown(prompt), bold=True, nl=False)
+            typer.echo(generation.text, nl=False)
+        typer.echo()
+        results = _results(generator, generation)
+        if results and not quiet:
+            typer.secho("; ".join(results), dim=True, err=True)
+        typer.echo()
 
 
-def _print_side_by_side(
-    generator: Generator, prompts: Sequence[Prompt], seed: int, _: bool
-) -> None:
+def _results(generator: Generator, generation: Generation) -> list[str]:
+    """Return the price of a text and the probability of each goal, in words."""
+    results = []
+    if generation.price is not None:
+        results.append(f"price {generation.price:.3f} nats per token")
+    if generator.goals is not None and generation.probability:
+        for one, value in zip(generator.goals.attributes, generation.probability, strict=True):
+            results.append(f"probability of {one.name} {value:.3f}")
+    return results
+
+
+def _print_side_by_side(generator: Generator, prompts: Sequence[Prompt], seed: int) -> None:
     """Print unsteered and steered texts in two columns, with streaming."""
     from rich.live import Live
 
+    table = partial(_table, generator, prompts)
     with Live() as live:
         unsteered = generator.generate(
             prompts,
             seed,
             steered=False,
-            on_text=lambda text: live.update(_table(prompts, [Generation(text)], [])),
+            on_text=lambda text: live.update(table([Generation(text)], [])),
         )
         steered = generator.generate(
             prompts,
             seed,
-            on_text=lambda text: live.update(_table(prompts, unsteered, [Generation(text)])),
+            on_text=lambda text: live.update(table(unsteered, [Generation(text)])),
         )
-        live.update(_table(prompts, unsteered, steered))
+        live.update(table(unsteered, steered))
     if not live.console.is_terminal:
         typer.echo()  # outside a terminal, Live does not end the last line
     if [row.text for row in unsteered] == [row.text for row in steered]:
         typer.echo("The goal changed nothing here. Try --level strong, or another --seed.")
-    if generator.goals.goal.min_tokens:
+    if generator.goals is not None and generator.goals.goal.min_tokens:
         typer.echo("The price includes the required text, which is no part of a level's price.")
 
 
 def _table(
-    prompts: Sequence[Prompt], unsteered: Sequence[Generation], steered: Sequence[Generation]
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    unsteered: Sequence[Generation],
+    steered: Sequence[Generation],
 ) -> "Table":
     """Build a table with a row per prompt: the unsteered text (`bare`) and the steered text."""
     from itertools import zip_longest
@@ -208,8 +248,7 @@ def _table(
     for column in table.columns:
         column.ratio = 1
     for prompt, *generations in zip_longest(prompts, unsteered, steered):
-        cells = (_cell(prompt, generation or Generation("")) for generation in generations)
-        table.add_row(*cells)
+        table.add_row(*(_cell(generator, prompt, one or Generation("")) for one in generations))
     return table
 
 
@@ -218,15 +257,11 @@ def _shown(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"
 
 
-def _cell(prompt: Prompt, generation: Generation) -> "Text":
+def _cell(generator: Generator, prompt: Prompt, generation: Generation) -> "Text":
     from rich.text import Text  # keeps texts from being parsed as markup
 
     cell = Text.assemble((_shown(prompt), "dim"), generation.text)
-    if generation.probability:
-        values = ", ".join(f"{value:.3f}" for value in generation.probability)
-        cell.append(f"\nattribute probability {values}", "cyan")
-    if generation.price is not None:
-        cell.append(f"\nprice {generation.price:.3f} nats per token", "cyan")
+    cell.append("".join(f"\n{result}" for result in _results(generator, generation)), "cyan")
     return cell
 
 

@@ -39,7 +39,7 @@ class LlamaGenerator:
 
     llm: "Llama"
     tokenizer: "PreTrainedTokenizerBase"
-    goals: "LoadedGoals"
+    goals: "LoadedGoals | None"
     max_new_tokens: int
     temperature: float
     top_p: float
@@ -49,7 +49,7 @@ class LlamaGenerator:
         cls,
         file: str,
         tokenizer: "PreTrainedTokenizerBase",
-        goals: "LoadedGoals",
+        goals: "LoadedGoals | None",
         prompts: "Sequence[Prompt]",
         *,
         max_new_tokens: int,
@@ -61,7 +61,8 @@ class LlamaGenerator:
         from foretrace.engines.prompts import encode_prompts
         from foretrace.gguf import load_llama
 
-        longest = max(map(len, encode_prompts(tokenizer, prompts, goals.goal)))
+        goal = None if goals is None else goals.goal
+        longest = max(map(len, encode_prompts(tokenizer, prompts, goal)))
         layers = 0 if device == "cpu" else -1  # all; without effect where llama.cpp has no GPU
         llm = load_llama(file, n_ctx=longest + max_new_tokens, n_gpu_layers=layers)
         return cls(llm, tokenizer, goals, max_new_tokens, temperature, top_p)
@@ -81,17 +82,19 @@ class LlamaGenerator:
         from foretrace.engines.llama_cpp import SteeringProcessor
         from foretrace.engines.prompts import encode_prompts, hmm_ends, turn_ends
 
+        goal = None if self.goals is None else self.goals.goal
+        steered = steered and goal is not None
         prices: list[float] = []
         # One for all texts: it reads the whole vocabulary of the file.
         processor = SteeringProcessor(
             self.llm,
-            self.goals.goal if steered else None,
+            goal if steered else None,
             max_new_tokens=self.max_new_tokens,
-            stop_ids=[*hmm_ends(self.goals.goal), *turn_ends(self.tokenizer, prompts)],
+            stop_ids=[*hmm_ends(goal), *turn_ends(self.tokenizer, prompts)],
             on_price=prices.append,
         )
         generations = []
-        for row, prompt_ids in enumerate(encode_prompts(self.tokenizer, prompts, self.goals.goal)):
+        for row, prompt_ids in enumerate(encode_prompts(self.tokenizer, prompts, goal)):
             prices.clear()
             text = self._generate(
                 prompt_ids,

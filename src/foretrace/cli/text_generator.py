@@ -18,7 +18,8 @@ class Generation:
 
     text: str
     probability: tuple[float, ...] = ()
-    """The probability of the attribute of each goal; empty if the goals' window has not begun."""
+    """The probability of the attribute of each goal; empty without goals, and if their window has
+    not begun."""
     price: float | None = None
     """The mean price of steering, in nats per token; None for an unsteered text."""
     prompt_ids: Sequence[int] = ()
@@ -31,7 +32,7 @@ class TextGenerator:
 
     lm: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    goals: "LoadedGoals"
+    goals: "LoadedGoals | None"
     options: dict[str, Any]
     """Keyword arguments of `model.generate`."""
 
@@ -49,6 +50,7 @@ class TextGenerator:
         """
         import torch
 
+        from foretrace.engines.prompts import hmm_ends
         from foretrace.engines.transformers import (
             SteeringProcessor,
             decode_after,
@@ -60,11 +62,11 @@ class TextGenerator:
         from foretrace.engines.transformers.batch import pad_left
 
         torch.manual_seed(seed)
-        goal = self.goals.goal
+        goal = None if self.goals is None else self.goals.goal
+        steered = steered and goal is not None
         encoded = encode_prompts(self.tokenizer, prompts, goal)
-        hmm_ends = goal.hmm.config.eos_token_ids
         ends = stop_tokens(
-            self.lm.generation_config, [*hmm_ends, *turn_ends(self.tokenizer, prompts)]
+            self.lm.generation_config, [*hmm_ends(goal), *turn_ends(self.tokenizer, prompts)]
         )
         streamer = _TextStreamer(self.tokenizer, on_text) if on_text and len(prompts) == 1 else None
         prices: list[Tensor] = []
@@ -98,11 +100,14 @@ class TextGenerator:
 
 
 def attribute_probabilities(
-    goals: "LoadedGoals", prompt_ids: Sequence[int], token_ids: Sequence[int], ends: Sequence[int]
+    goals: "LoadedGoals | None",
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    ends: Sequence[int],
 ) -> tuple[float, ...]:
     """Return the probability of each attribute in the part of the text that goals are about."""
-    span = goals.goal.window.span(prompt_ids, token_ids)
-    if span is None:
+    span = None if goals is None else goals.goal.window.span(prompt_ids, token_ids)
+    if goals is None or span is None:
         return ()
     tokens = [token for token in token_ids[span] if token not in ends]
     return tuple(float(one.probability([tokens])[0]) for one in goals.attributes)
