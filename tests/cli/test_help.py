@@ -79,6 +79,19 @@ def test_the_installed_command() -> None:
     assert subprocess.run([FORETRACE, "nonsense"], capture_output=True).returncode == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="opens a pseudo-terminal")
+def test_a_line_precedes_heavy_imports_on_a_terminal() -> None:
+    terminal, stderr = os.openpty()
+    command = [str(FORETRACE), "hmm", "show", "no/such/folder"]
+    with subprocess.Popen(command, stderr=stderr) as process:
+        line = os.read(terminal, 100)
+        process.kill()
+    os.close(terminal)
+    os.close(stderr)
+    assert b"Loading torch" in line
+    assert b"Loading" not in subprocess.run(command, capture_output=True).stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shell_completion(shell: str) -> None:
     environment = {**os.environ, "_FORETRACE_COMPLETE": f"source_{shell}"}

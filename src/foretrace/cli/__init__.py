@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from foretrace.cli import (
     attribute,
@@ -42,6 +44,20 @@ app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(attribute.app, name="attribute")
 app.add_typer(hmm.app, name="hmm")
 app.add_typer(evaluate.judge, name="judge")
+
+
+class _Command(TyperCommand):
+    """A command that prints a line on a terminal before it imports heavy packages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if "torch" not in sys.modules and sys.stderr.isatty():
+            typer.secho("Loading torch ...", dim=True, err=True)
+        return super().invoke(ctx)
+
+
+for group in (app, attribute.app, hmm.app, evaluate.judge):
+    for command in group.registered_commands:
+        command.cls = _Command
 
 
 def _print_version(requested: bool) -> None:
