@@ -79,6 +79,21 @@ def test_the_installed_command() -> None:
     assert subprocess.run([FORETRACE, "nonsense"], capture_output=True).returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("before", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_idle_threads_sleep_unless_the_user_chose(
+    before: dict[str, str], policy: str | None
+) -> None:
+    environment = dict(before)
+    cli.avoid_spinning(environment)
+    assert environment.get("OMP_WAIT_POLICY") == policy
+    assert environment.get("GOMP_SPINCOUNT") == (before or {"GOMP_SPINCOUNT": "0"}).get(
+        "GOMP_SPINCOUNT"
+    )
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="opens a pseudo-terminal")
 def test_a_line_precedes_heavy_imports_on_a_terminal() -> None:
     terminal, stderr = os.openpty()

@@ -1,7 +1,8 @@
 """The command line. Commands import heavy packages when they run."""
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import typer
@@ -77,8 +78,18 @@ def options(
     """Steer language models at decode time."""
 
 
+def avoid_spinning(environment: MutableMapping[str, str]) -> None:
+    """Let idle threads of OpenMP sleep, unless the user chose. OpenMP reads this at its import.
+
+    By default they spin for a while, which takes the cores from threads with work.
+    """
+    if "OMP_WAIT_POLICY" not in environment and "GOMP_SPINCOUNT" not in environment:
+        environment.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command, by default of this process; print errors as one line, without a traceback."""
+    avoid_spinning(os.environ)
     try:
         app(arguments)
     except (ForetraceError, OSError) as error:

@@ -152,10 +152,11 @@ def thread_advice(cores: int, torch_processes: int, environment: Mapping[str, st
             f"{torch_processes} other process{'es use' if torch_processes > 1 else ' uses'} torch "
             f"on these {cores} cores: set OMP_NUM_THREADS={share} for each"
         )
-    if cores <= FEW_CORES and "OMP_WAIT_POLICY" not in environment:
+    if cores <= FEW_CORES:
         advice.append(
-            f"{cores} cores: if several processes compute at the same time, set "
-            f"OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0, so that waiting threads do not block others"
+            f"{cores} cores: for Python programs that compute at the same time, set "
+            f"OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0, so that waiting threads do not block "
+            f"others; the command `foretrace` does so by itself"
         )
     return advice
 
