@@ -73,6 +73,13 @@ def test_exit_codes(run: Run) -> None:
         assert run(*arguments).code == code, arguments
 
 
+def test_an_unknown_option_suggests_a_known_one(run: Run) -> None:
+    for option, known in (("--length", "max-new-tokens"), ("--goals", "goal")):
+        done = run("generate", "my-lm", option, "3")
+        assert (done.code, done.out) == (2, "")
+        assert f"No such option: {option} (Possible options: --{known}" in done.err
+
+
 def test_the_installed_command() -> None:
     done = subprocess.run([FORETRACE, "--version"], capture_output=True, text=True)
     assert done.stdout == f"foretrace {__version__}\n"

@@ -47,8 +47,23 @@ app.add_typer(hmm.app, name="hmm")
 app.add_typer(evaluate.judge, name="judge")
 
 
+SYNONYMS = {"--length": "--max-new-tokens", "--max-length": "--max-new-tokens"}
+
+
 class _Command(TyperCommand):
-    """A command that prints a line on a terminal before it imports heavy packages."""
+    """A command that prints a line on a terminal before it imports heavy packages.
+
+    Of an unknown option it suggests a synonym, where typer suggests options of similar spelling.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            synonym = SYNONYMS.get(getattr(error, "option_name", None) or "")
+            if any(synonym in param.opts for param in self.params):
+                error.possibilities = [synonym]  # type: ignore[attr-defined]
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         if "torch" not in sys.modules and sys.stderr.isatty():
