@@ -61,6 +61,17 @@ def test_options_have_help_and_consistent_names(name: str) -> None:
             assert param.name is None or OPTION_NAMES.get(param.name, param.opts[0]) in param.opts
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_no_python_types(name: str) -> None:
+    command = COMMANDS[name]
+    for param in command.get_params(typer.Context(command)):
+        if isinstance(param, TyperOption):
+            record = param.get_help_record(typer.Context(command))
+            assert not re.search(
+                r"<(bool|str|int|float|path|list)\b[^|\d]", record[0] if record else ""
+            )
+
+
 def test_exit_codes(run: Run) -> None:
     """0 for success, 1 for an error, 2 for wrong usage."""
     for code, arguments in (

@@ -6,7 +6,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from foretrace.cli import (
     attribute,
@@ -47,6 +47,16 @@ app.add_typer(hmm.app, name="hmm")
 app.add_typer(evaluate.judge, name="judge")
 
 
+METAVARS = {  # instead of the name of a Python type
+    "<str>": "TEXT",
+    "<list[str]>": "TEXT",
+    "<path>": "PATH",
+    "<int>": "N",
+    "<int range>": "N",
+    "<float>": "NUMBER",
+    "<float range>": "NUMBER",
+    "<bool>": "",
+}
 SYNONYMS = {"--length": "--max-new-tokens", "--max-length": "--max-new-tokens"}
 
 
@@ -55,6 +65,15 @@ class _Command(TyperCommand):
 
     Of an unknown option it suggests a synonym, where typer suggests options of similar spelling.
     """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            # Versions of typer before `display_type` print no names of Python types.
+            display_type = getattr(param, "display_type", None)
+            if isinstance(param, TyperOption) and param.metavar is None and display_type:
+                param.metavar = METAVARS.get(display_type(ctx))
+        return list(params)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -37,9 +37,10 @@ def explain(
     model: goal_options.Model,
     goal: goal_options.Expressions,
     hmm: goal_options.OptionalHMM = None,
-    prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
+    prompt: Annotated[str, goal_options.PromptOption(help="The prompt.")] = "",
     text: Annotated[
-        str | None, typer.Option(help="Explain this continuation. Default: generate one.")
+        str | None,
+        goal_options.PromptOption(help="Explain this continuation. Default: generate one."),
     ] = None,
     attributes: goal_options.Attributes = Path(),
     level: goal_options.Levels = None,
@@ -48,10 +49,11 @@ def explain(
     after: goal_options.After = None,
     window: goal_options.Window = None,
     candidates: Annotated[
-        int, typer.Option(min=1, help="Number of candidate tokens per position.")
+        int, goal_options.OutputOption(min=1, help="Number of candidate tokens per position.")
     ] = 5,
     html: Annotated[
-        Path | None, typer.Option(help="Write an HTML page to this file instead of a table.")
+        Path | None,
+        goal_options.OutputOption(help="Write an HTML page to this file instead of a table."),
     ] = None,
     max_new_tokens: goal_options.MaxNewTokens = 40,
     horizon: goal_options.Horizon = 64,

@@ -34,19 +34,26 @@ def generate(
     goal: Annotated[list[str] | None, goal_options.GOAL] = None,
     must_contain: goal_options.MustContain = None,
     must_not_contain: goal_options.MustNotContain = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, goal_options.PromptOption(help="A prompt; repeatable.")
+    ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A file of prompts: .jsonl, .csv, .parquet, .txt; also .xz, .gz."),
+        goal_options.PromptOption(
+            help="A file of prompts: .jsonl, .csv, .parquet, .txt; also .xz, .gz."
+        ),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="The column of --prompts. Default: `prompt`, else `text`.")
+        str | None,
+        goal_options.PromptOption(help="The column of --prompts. Default: `prompt`, else `text`."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer prompts as a user's messages in a chat.")
+        bool,
+        goal_options.PromptOption("--chat", help="Answer prompts as a user's messages in a chat."),
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A system message; implies --chat.")
+        str | None,
+        goal_options.PromptOption(metavar="TEXT", help="A system message; implies --chat."),
     ] = None,
     attributes: goal_options.Attributes = Path(),
     probe: goal_options.ProbeFile = None,
@@ -56,13 +63,19 @@ def generate(
     after: goal_options.After = None,
     window: goal_options.Window = None,
     compare: Annotated[
-        bool, typer.Option(help="Print unsteered and steered texts side by side.")
+        bool,
+        goal_options.OutputOption(
+            "--compare", help="Print unsteered and steered texts side by side."
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per prompt.")
+        bool, goal_options.OutputOption("--json", help="Print one JSON object per prompt.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print no price and no probabilities after a text.")
+        bool,
+        goal_options.OutputOption(
+            "--quiet", help="Print no price and no probabilities after a text."
+        ),
     ] = False,
     max_new_tokens: goal_options.MaxNewTokens = 40,
     horizon: goal_options.Horizon = 64,
@@ -70,7 +83,7 @@ def generate(
     temperature: goal_options.Temperature = 1.0,
     top_p: goal_options.TopP = 1.0,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Prompts per batch; 1 streams the text.")
+        int, goal_options.SamplingOption(min=1, help="Prompts per batch; 1 streams the text.")
     ] = 1,
     seed: goal_options.Seed = 0,
     device: goal_options.Device = "auto",

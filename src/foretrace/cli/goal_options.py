@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import islice
 from operator import and_
 from pathlib import Path
@@ -39,7 +39,13 @@ WITHOUT_HMM = (
     "looks ahead."
 )
 UNIGRAM = "token frequencies"  # the name of an HMM that was not passed
-GOAL = typer.Option(
+GoalOption = partial(typer.Option, rich_help_panel="Goals")
+StrengthOption = partial(typer.Option, rich_help_panel="Strength and place")
+LookaheadOption = partial(typer.Option, rich_help_panel="Lookahead")
+PromptOption = partial(typer.Option, rich_help_panel="Prompts")
+SamplingOption = partial(typer.Option, rich_help_panel="Sampling")
+OutputOption = partial(typer.Option, rich_help_panel="Output")
+GOAL = GoalOption(
     "--goal",
     help="Attributes joined by & | ~, such as 'nontoxic & ~formal'; repeatable: a text is steered "
     "toward all goals.",
@@ -47,19 +53,17 @@ GOAL = typer.Option(
 Expressions = Annotated[list[str], GOAL]
 MustContain = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="A text that must occur in the continuation; repeatable."),
+    GoalOption(metavar="TEXT", help="A text that must occur in the continuation; repeatable."),
 ]
 MustNotContain = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="TEXT", help="A text that must not occur in the continuation; repeatable."
-    ),
+    GoalOption(metavar="TEXT", help="A text that must not occur in the continuation; repeatable."),
 ]
 
-Attributes = Annotated[Path, typer.Option(help="The folder of attribute files.")]
+Attributes = Annotated[Path, GoalOption(help="The folder of attribute files.")]
 ProbeFile = Annotated[
     Path | None,
-    typer.Option(
+    GoalOption(
         "--probe",
         help="The probe of the LM, for context rewards: a file of `foretrace probe`.",
         show_default="made of the LM",
@@ -77,16 +81,17 @@ class Level(StrEnum):
 
 Levels = Annotated[
     Level | None,
-    typer.Option(
+    StrengthOption(
         "--level",
-        help="How strongly to steer. `foretrace calibrate` finds the strengths of an attribute's "
-        "levels.",
+        metavar="LEVEL",
+        help="How strongly to steer: mild, medium or strong. `foretrace calibrate` finds the "
+        "strengths of an attribute's levels.",
         show_default="medium",
     ),
 ]
 Strengths = Annotated[
     list[str] | None,
-    typer.Option(
+    StrengthOption(
         "--strength",
         metavar="NUMBER",
         help="The exponent of a goal's attributes, instead of a level. One value for all goals, or "
@@ -95,42 +100,42 @@ Strengths = Annotated[
 ]
 Transforms = Annotated[
     list[str] | None,
-    typer.Option(
+    StrengthOption(
         "--transform",
         metavar="SCALE,SHIFT",
         help="The paper's transform of a goal's probability, instead of a strength. One for all "
         "goals, or one per goal.",
     ),
 ]
-Horizon = Annotated[int, typer.Option(min=0, help="Maximum number of tokens to look ahead.")]
+Horizon = Annotated[int, LookaheadOption(min=0, help="Maximum number of tokens to look ahead.")]
 NeutralEnd = Annotated[
     bool,
-    typer.Option(
+    LookaheadOption(
         help="Keep the LM's probability of the end-of-text token, so that texts do not end early "
         "to meet a goal."
     ),
 ]
 After = Annotated[
     str | None,
-    typer.Option(
+    StrengthOption(
         metavar="TEXT",
         help="Steer only after this text occurs in the continuation, such as '</think>'.",
     ),
 ]
 Window = Annotated[
     str | None,
-    typer.Option(
+    StrengthOption(
         metavar="TOKENS|TEXT",
         help="Stop steering after so many tokens, or at this text.",
         show_default="the end of the text",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+MaxNewTokens = Annotated[int, SamplingOption(min=1, help="Maximum number of tokens to generate.")]
+Temperature = Annotated[float, SamplingOption(min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: the probability mass to keep.")
+    float, SamplingOption(min=0.0, max=1.0, help="Nucleus sampling: the probability mass to keep.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")]
+Seed = Annotated[int, SamplingOption(help="Random seed; the same seed gives the same text.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 DTYPE_HELP = (
     "Dtype of the LM: float32, bfloat16, float16, or auto: bfloat16 unless the hardware lacks it."
