@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from foretrace.distill.run import distill
     from foretrace.engines import transformers
     from foretrace.engines.token_bytes import contains, marker
-    from foretrace.engines.transformers import generate
+    from foretrace.engines.transformers import Steerer, generate
     from foretrace.errors import ForetraceError
     from foretrace.hmm import HMM, HMMConfig
     from foretrace.lookahead import Lookahead
@@ -31,6 +31,7 @@ __all__ = [
     "HMMConfig",
     "LogitAffine",
     "Lookahead",
+    "Steerer",
     "__version__",
     "contains",
     "distill",
@@ -56,6 +57,7 @@ _HOMES = {
     "Compiler": "foretrace.steering",
     "Goal": "foretrace.steering",
     "Lookahead": "foretrace.lookahead",
+    "Steerer": "foretrace.engines.transformers",
     "generate": "foretrace.engines.transformers",
     "marker": "foretrace.engines.token_bytes",
     "contains": "foretrace.engines.token_bytes",

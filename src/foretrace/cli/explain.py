@@ -83,10 +83,8 @@ def explain(
         window=window,
     )
     if text is None:
-        sampling = goal_options.sampling_options(temperature, top_p)
-        generator = TextGenerator(
-            lm, tokenizer, goals, sampling | {"max_new_tokens": max_new_tokens}
-        )
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        generator = TextGenerator(lm, tokenizer, goals, options)
         (generation,) = generator.generate([prompt], seed)
         prompt_ids, token_ids = generation.prompt_ids, generation.token_ids
     else:

@@ -158,8 +158,7 @@ def generate(
             device=device,
         )
     else:
-        sampling = goal_options.sampling_options(temperature, top_p)
-        options = sampling | {"max_new_tokens": max_new_tokens}
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         generator = TextGenerator(lm, tokenizer, goals, options)
     for start in range(0, len(prompt_list), batch_size):
         batch, batch_seed = prompt_list[start : start + batch_size], seed + start

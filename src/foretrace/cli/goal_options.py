@@ -372,10 +372,3 @@ def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:
     if len(values) not in (1, count):
         raise typer.BadParameter(f"{option} is given {len(values)} times, for {count} goals.")
     return list(values) if len(values) == count else list(values) * count
-
-
-def sampling_options(temperature: float, top_p: float) -> dict[str, object]:
-    """Return the keyword arguments of `model.generate` for a temperature and a top-p."""
-    if temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p}

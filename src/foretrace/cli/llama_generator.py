@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from foretrace.cli.text_generator import Generation, attribute_probabilities, report_text
+from foretrace.cli.text_generator import Generation, attribute_probabilities
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -116,7 +116,7 @@ class LlamaGenerator:
     ) -> Generation:
         """Generate one text. The processor appends the price of each token to `prices`."""
         from foretrace.engines.llama_cpp import generate_tokens
-        from foretrace.engines.prompts import decode_after
+        from foretrace.engines.prompts import decode_after, report_text
 
         token_ids: list[int] = []
         for token in generate_tokens(

@@ -1,12 +1,14 @@
-"""Prompts as token ids, and generated token ids as texts."""
+"""Prompts as token ids, generated token ids as texts, and attributes of these."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from foretrace.attribute import Attribute
 from foretrace.chat import Prompt, encode_chat, end_of_turn, is_chat
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.steering import CompiledGoal
+from foretrace.steering.markers import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,6 +108,43 @@ def decode_after(
         str(tokenizer.decode(ids, **settings)) for ids in (list(prompt), [*prompt, *tokens])
     )
     return whole.removeprefix(before)
+
+
+def report_text(text: str, on_text: Callable[[str], None]) -> None:
+    """Report a text, unless the next token completes its last character.
+
+    Args:
+        text: The text so far.
+        on_text: Called with it.
+    """
+    if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        on_text(text)
+
+
+def probabilities(
+    attributes: Iterable[Attribute],
+    window: Window,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    ends: Sequence[int],
+) -> tuple[float, ...]:
+    """Return the probabilities of attributes in the part of a text that a goal is about.
+
+    Args:
+        attributes: The attributes.
+        window: The window of the goal.
+        prompt: Token ids of the prompt.
+        tokens: Token ids after it.
+        ends: Tokens that end a text, which do not count.
+
+    Returns:
+        The probability of each attribute; none if the window has not begun.
+    """
+    span = window.span(prompt, tokens)
+    if span is None:
+        return ()
+    counted = [token for token in tokens[span] if token not in ends]
+    return tuple(float(one.probability([counted])[0]) for one in attributes)
 
 
 def turn_ends(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[int]:

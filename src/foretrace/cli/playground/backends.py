@@ -17,7 +17,6 @@ from foretrace.cli.goal_options import (
     LoadedGoals,
     load_goals,
     parse_transform,
-    sampling_options,
 )
 from foretrace.cli.text_generator import TextGenerator
 from foretrace.errors import ForetraceError, InvalidInputError, reason
@@ -135,9 +134,8 @@ class LocalBackend:
     ) -> PlaygroundResult:
         """Generate a text, and explain each token by the goal, also in an unsteered text."""
         goals = self._load_goals(request)
-        limit = {"max_new_tokens": request.max_new_tokens}
-        sampling = sampling_options(1.0, request.top_p)
-        generator = TextGenerator(self.lm, self.tokenizer, goals, sampling | limit)
+        options = {"max_new_tokens": request.max_new_tokens, "top_p": request.top_p}
+        generator = TextGenerator(self.lm, self.tokenizer, goals, options)
         (generation,) = generator.generate(
             [request.prompt], request.seed, steered=steered, on_text=on_text
         )

@@ -1,12 +1,15 @@
-"""Steering in transformers: a logits processor, generation in one call, and explanations."""
+"""Steering in transformers: `Steerer`, generation in one call, and a logits processor."""
 
 from foretrace.engines.prompts import Goals, decode_after, encode_prompts, turn_ends
 from foretrace.engines.transformers.generation import generate, generate_tokens, stop_tokens
 from foretrace.engines.transformers.processor import SteeringProcessor
+from foretrace.engines.transformers.steerer import SteeredText, Steerer
 from foretrace.engines.transformers.unigram import unigram_hmm
 
 __all__ = [
     "Goals",
+    "SteeredText",
+    "Steerer",
     "SteeringProcessor",
     "decode_after",
     "encode_prompts",

@@ -1,6 +1,6 @@
 """Generate steered or unsteered texts from prompts in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -85,6 +85,7 @@ def generate_tokens(
     *,
     goal: Goals = None,
     max_new_tokens: int = 20,
+    on_price: Callable[[Tensor], None] | None = None,
     **options: Any,
 ) -> list[list[int]]:
     """Generate continuations of token ids, as `generate` does for texts.
@@ -95,6 +96,7 @@ def generate_tokens(
         prompts: Token ids of each prompt, at least one.
         goal: A compiled goal, or a goal or None for each prompt.
         max_new_tokens: Tokens to generate at most.
+        on_price: Called at every step with the price of every row; see `SteeringProcessor`.
         **options: Options of `model.generate`.
 
     Returns:
@@ -121,7 +123,7 @@ def generate_tokens(
         known = hmm.config.tokenizer_fingerprint
         require_same_fingerprint("The HMM", known, fingerprint(tokenizer.get_vocab()))
     processor = SteeringProcessor(
-        goal, prompt_mask=mask, max_new_tokens=max_new_tokens, stop_ids=ends
+        goal, prompt_mask=mask, max_new_tokens=max_new_tokens, stop_ids=ends, on_price=on_price
     )
     processors = [processor, *(options.pop("logits_processor", None) or [])]
     settings = {"do_sample": True, "pad_token_id": pad, "eos_token_id": ends or None} | options

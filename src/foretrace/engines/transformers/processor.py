@@ -95,7 +95,7 @@ class SteeringProcessor(LogitsProcessor):
             self.prompts, self.requests = prompts, self._requests(prompts)
         rows = [request for request in self.requests for _ in range(copies)]
         self.tracker.step(rows, ids[:, length:].tolist())
-        steered = scores.clone()
+        steered = scores.detach().clone()
         prices = self.tracker.reweight_(steered, measure=self.on_price is not None)
         if self.on_price is not None and prices is not None:
             used = [row for row in self.tracker.rows if row is not None]
