@@ -135,7 +135,10 @@ Temperature = Annotated[float, SamplingOption(min=0.0, help="Sampling temperatur
 TopP = Annotated[
     float, SamplingOption(min=0.0, max=1.0, help="Nucleus sampling: the probability mass to keep.")
 ]
-Seed = Annotated[int, SamplingOption(help="Random seed; the same seed gives the same text.")]
+Seed = Annotated[
+    int,
+    SamplingOption(min=0, max=2**32 - 1, help="Random seed; the same seed gives the same text."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 DTYPE_HELP = (
     "Dtype of the LM: float32, bfloat16, float16, or auto: bfloat16 unless the hardware lacks it."
