@@ -16,10 +16,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import yaml
+from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foretrace import HMM
+from foretrace import HMM, Attribute, FitConfig
 from foretrace._hardware import default_dtype
+from foretrace._tabular import read_rows
+from foretrace.attribute import tokenize, word_tokens
+from foretrace.context import Head, token_embeddings
 from foretrace.engines.contrast import instruction_words
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
@@ -27,7 +31,7 @@ from foretrace.evaluate.suite import load_suite
 from harness import Report, options
 from smollm2 import find_smollm2
 
-NUM_PROMPTS = 60
+NUM_PROMPTS = 40
 JUDGE_TEXTS = Path(__file__).parent / "judge_texts"
 HMM_FOLDER = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 
@@ -61,8 +65,9 @@ DESCRIPTIONS = {
         "The following text is in simple words for small children.",
     ),
 }
+REVIEW_TEXTS = "sentiment/sst2_test.jsonl.xz"
 REVIEWS = {
-    "train": {"file": "sentiment/sst2_test.jsonl.xz"},
+    "train": {"file": REVIEW_TEXTS},
     "label": "positive",
     "judged": "1",
 }
@@ -121,7 +126,44 @@ def main() -> None:
         results = evaluate(load_suite(str(suite)), lm, tokenizer, hmm, config)
         write_report(results, out)
         add_rows(report, name, results)
+        add_transfer(report, name, folders, tokenizer, hmm, lm)
     report.publish(args.json)
+
+
+def add_transfer(
+    report: Report, name: str, folders: dict[str, Path], tokenizer: Any, hmm: HMM, lm: Any
+) -> None:
+    """Add the AUC on the judge's texts, which another language model wrote."""
+    own = read_rows(folders["TEXTS"] / f"{name}.texts.jsonl", ["text", "score"])
+    if name == "positive":
+        rows = read_rows(folders["DATA"] / REVIEW_TEXTS, ["text", "positive"])
+        truth = [int(row["positive"]) for row in rows]
+    else:
+        rows = read_rows(JUDGE_TEXTS / f"{name}.texts.jsonl", ["text", "side"])
+        truth = [int(row["side"] == "for") for row in rows]
+    description = DESCRIPTIONS[name]
+    keep = word_tokens(instruction_words(description.wish, description.against), tokenizer)
+    fitted, judged = (tokenize([row["text"] for row in part], tokenizer) for part in (own, rows))
+    frequencies = hmm.token_frequencies()
+    embeddings = token_embeddings(Head.of_model(lm, tokenizer))
+    kinds = {
+        "words": (None, None),
+        "priced": (frequencies, None),
+        "shared": (frequencies, embeddings),
+    }
+    for kind, (p, table) in kinds.items():
+        attribute = Attribute.fit(
+            fitted.token_ids,
+            [float(own[text]["score"]) for text in fitted.texts],
+            vocab_size=len(tokenizer),
+            groups=fitted.texts,
+            config=FitConfig(objective="evidence", keep=keep),
+            frequencies=p,
+            embeddings=table,
+        )
+        labels = [truth[text] for text in judged.texts]
+        auc = roc_auc_score(labels, attribute.probability(judged.token_ids))
+        report.add(f"{name}, {kind}: AUC on the judge's texts", float(auc), "")
 
 
 def add_rows(report: Report, name: str, results: dict[str, Any]) -> None:
