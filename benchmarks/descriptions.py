@@ -32,6 +32,7 @@ from harness import Report, options
 from smollm2 import find_smollm2
 
 NUM_PROMPTS = 40
+METHODS = "prompting", "medium", "strong"
 JUDGE_TEXTS = Path(__file__).parent / "judge_texts"
 HMM_FOLDER = Path(__file__).parent.parent / "examples" / "smollm2-135m"
 
@@ -82,10 +83,7 @@ def suite_of(name: str, texts: Path) -> dict[str, Any]:
         train = {"file": str((JUDGE_TEXTS / f"{name}.texts.jsonl").resolve())}
         judge = {"train": train, "label": "side", "judged": "for"}
     file = str((texts / f"{name}.texts.jsonl").resolve())
-    steered = {
-        level: {"goals": name, "level": level, "curve": "steered"}
-        for level in ("mild", "medium", "strong")
-    }
+    steered = {level: {"goals": name, "level": level, "curve": "steered"} for level in METHODS[1:]}
     return {
         "prompts": {
             "file": "sentiment/prompts.jsonl.xz",
@@ -120,7 +118,7 @@ def main() -> None:
             data=folders["DATA"],
             out=out,
             prompts=4 if args.quick else NUM_PROMPTS,
-            methods=("strong",) if args.quick else (),
+            methods=("strong",) if args.quick else METHODS,
             encoder=os.environ.get("FORETRACE_ENCODER"),
         )
         results = evaluate(load_suite(str(suite)), lm, tokenizer, hmm, config)
@@ -171,7 +169,9 @@ def add_rows(report: Report, name: str, results: dict[str, Any]) -> None:
     metric = f"{name}, mean"
     for method, result in results["methods"].items():
         for figure, unit in ((metric, ""), ("perplexity", ""), ("price", "nats per token")):
-            value = result["figures"][figure]
+            value = result["figures"].get(figure)
+            if value is None:  # a prompt has no price
+                continue
             label = f"{name}, {method}: {figure.removeprefix(f'{name}, ')}"
             report.add(label, value["value"], unit, interval=[value["low"], value["high"]])
     for comparison in results["at equal perplexity"]:
