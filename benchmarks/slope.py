@@ -60,18 +60,14 @@ class Samples(NamedTuple):
 
     def words(self, attribute: Attribute, vocab_size: int) -> Rewards:
         """Return the rewards of an attribute's words."""
-        table = torch.zeros(vocab_size)
-        for evidence in attribute.evidence:
-            table[evidence.tokens.long()] += evidence.rewards.float()
+        table = rewards_of(attribute, vocab_size)
         return self._centred(table[self.states.tokens], table[self.alternatives])
 
     def context(self, probe: Probe, scores: Tensor, words: Attribute) -> Rewards:
         """Return context rewards, fitted to the texts that are not measured."""
         held_out = torch.zeros(len(scores), dtype=torch.bool)
         held_out[self.states.texts[self.measured]] = True
-        table = torch.zeros(probe.vocab_size)
-        for evidence in words.evidence:
-            table[evidence.tokens.long()] += evidence.rewards.float()
+        table = rewards_of(words, probe.vocab_size)
         data = TokenStates(*self.states, scores, held_out)
         reward = fit_context(
             data, table, probe.features, probe.basis, probe.config.fingerprint
@@ -99,6 +95,14 @@ class Samples(NamedTuple):
     def _centred(chosen: Tensor, alternatives: Tensor) -> Rewards:
         mean = alternatives.mean(1)
         return Rewards(chosen - mean, alternatives - mean[:, None])
+
+
+def rewards_of(attribute: Attribute, vocab_size: int) -> Tensor:
+    """Return the reward of each token, (V,)."""
+    table = torch.zeros(vocab_size)
+    for evidence in attribute.evidence:
+        table[evidence.tokens.long()] += evidence.rewards.float()
+    return table
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from foretrace.attribute.fitting.products import minimize_by_lbfgs
 from foretrace.attribute.transform import LogitAffine
 
 MIN_REWARD = 0.05  # on sentiment, topics and roles, smaller rewards do not change the ranking
-MIN_SHARE = 0.005  # of the largest reward
+MIN_SHARE = 0.005  # of the largest reward; the limit of shared rewards, which are smaller
 MAX_SHIFT = 100.0  # of the biases of labels
 PRICE_WEIGHT = 10.0  # on sentiment, topics and toxicity: the best AUC, at a fifth of the price
 UNIT_PRECISION = 100.0  # of a reward at penalty 1, per squared information of its token
@@ -201,7 +201,7 @@ class Design:
             rewards = (self.embeddings @ shared) * self.shrinkage[:, None]
             rewards[self.tokens] += own
         return [
-            _evidence(float(bias), tokens, column)
+            _evidence(float(bias), tokens, column, MIN_SHARE if len(shared) else None)
             for bias, column in zip(fitted.biases, rewards.T, strict=True)
         ]
 
@@ -213,10 +213,10 @@ def _presence(counts: csr_array) -> csr_array:
     return presence
 
 
-def _evidence(bias: float, tokens: Indices, rewards: Array) -> Evidence:
-    """Return evidence without the rewards that are too small to matter."""
-    largest = float(np.abs(rewards).max(initial=0.0))
-    kept = np.abs(rewards) >= min(MIN_REWARD, MIN_SHARE * largest)
+def _evidence(bias: float, tokens: Indices, rewards: Array, share: float | None) -> Evidence:
+    """Return evidence without rewards below MIN_REWARD, or below a share of the largest."""
+    sizes = np.abs(rewards)
+    kept = sizes >= (MIN_REWARD if share is None else min(MIN_REWARD, share * sizes.max()))
     # Rounded, so that files may hold them in 16 bits.
     values = torch.from_numpy(rewards[kept]).half().float()
     return Evidence(bias, torch.from_numpy(tokens[kept]).to(torch.int32), values)
