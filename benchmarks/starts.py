@@ -141,8 +141,10 @@ def _start(cell: Cell, corpus: Corpus, held_out: int, hidden: Path) -> HMM:
         return HMM.random(cell.states, vocab, eos_token_id=eos, seed=0)
     rows = -(-POSITIONS_PER_STATE * cell.states // corpus.manifest.length)
     latent = LatentStart(corpus, corpus.split(held_out), cell.states, rows, LatentConfig(), hidden)
-    if not latent.complete:
-        latent.compute_hidden_states(_lm().hidden)
+    if missing := latent.missing():
+        lm = _lm()
+        for number in missing:
+            latent.write(lm.hidden, number)
     return latent.build_hmm(latent.cluster())
 
 

@@ -176,7 +176,13 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             saved = saved.clone()
         storages.add(saved.untyped_storage().data_ptr())
         on_host[name] = saved
-    save_file(on_host, path, dict(metadata))
+    try:
+        save_file(on_host, path, dict(metadata))
+    except SafetensorError as error:
+        raise OSError(
+            f"{path.parent} cannot be written to ({error}). If its disk is full, free some space "
+            f"and run the command again."
+        ) from error
 
 
 def tensor_names(path: Path) -> list[str]:
@@ -240,6 +246,30 @@ def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]
         raise InvalidFileError(
             f"{path} is damaged or cut short ({error}). Remove it or make it again."
         ) from error
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what writers left that were killed; no other process may write to the folder."""
+    for path in folder.glob(".*.partial"):
+        path.unlink(missing_ok=True)
+
+
+def missing_files(paths: Iterable[Path]) -> list[int]:
+    """Return the positions of safetensors files that do not exist; remove those that are cut short.
+
+    A file is cut short if a disk lost its end, or if a copy was interrupted.
+    """
+    missing = []
+    for position, path in enumerate(paths):
+        try:
+            with safe_open(path, framework="pt"):
+                continue
+        except FileNotFoundError:
+            pass
+        except SafetensorError:
+            path.unlink(missing_ok=True)
+        missing.append(position)
+    return missing
 
 
 def take_tensor(

@@ -29,6 +29,16 @@ def test_a_plan_has_all_stages_and_leaves_no_file(tiny_lm: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_workers_divide_sampling_and_training(tiny_lm: Path, tmp_path: Path) -> None:
+    config = DistillConfig(num_states=16, sequences=1_000_000, length=16, start="random")
+    one, many = (
+        {s.name: s.seconds for s in plan(str(tiny_lm), config, folder=tmp_path, workers=n).stages}
+        for n in (1, 100)
+    )
+    assert many["sample"] < one["sample"] / 20
+    assert many["train by EM"] < one["train by EM"]
+
+
 def test_a_random_start_has_no_stage_of_hidden_states(tiny_lm: Path, tmp_path: Path) -> None:
     config = DistillConfig(num_states=16, sequences=10_000, length=16, start="random")
     stages = [stage.name for stage in plan(str(tiny_lm), config, folder=tmp_path).stages]

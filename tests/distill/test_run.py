@@ -60,7 +60,7 @@ def test_the_folder_holds_hmm_card_and_metrics(finished: Path, tiny_lm: Path) ->
     assert str(tiny_lm.parent) not in card
     assert (finished / "likelihood.png").read_bytes().startswith(b"\x89PNG")
     assert len((finished / "metrics.jsonl").read_text().splitlines()) == 40
-    assert not list(finished.rglob("*.claim"))
+    assert not list(finished.rglob("*.partial"))
     assert not list(finished.rglob("hidden-*"))
 
 
@@ -127,17 +127,6 @@ def test_a_run_killed_at_every_stage_gives_the_same_hmm(
         assert torch.allclose(ours[name], table, atol=1e-6), name
 
 
-def test_two_workers_share_the_work(tiny_lm: Path, tmp_path: Path, finished: Path) -> None:
-    workers = [_start(tiny_lm, tmp_path) for _ in range(2)]
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    ours, theirs = (ft.HMM.from_pretrained(out) for out in (tmp_path, finished))
-    assert torch.allclose(ours.initial, theirs.initial, atol=1e-6)
-    assert not list(tmp_path.rglob("hidden-*"))
-    assert not list(tmp_path.rglob("*.claim"))
-
-
 def test_a_finished_distillation_is_not_repeated(tiny_lm: Path, finished: Path) -> None:
     observed: list[StageProgress] = []
     before = (finished / "hmm.safetensors").stat().st_mtime_ns
@@ -153,7 +142,7 @@ def test_progress_of_a_random_start(tiny_lm: Path, tmp_path: Path) -> None:
     hmm = ft.distill(str(tiny_lm), SMALL, out=tmp_path, on_progress=observed.append)
     assert hmm.num_states == 4
     assert [(item.stage, item.done, item.total) for item in observed] == [
-        ("sampling", 90, 90),
+        ("sampling", 720, 720),
         ("EM", 1, 1),
     ]
 

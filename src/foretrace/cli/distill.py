@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from foretrace.distill import Corpus, DistillConfig, LMConfig, Progress
+    from foretrace.distill.executor import LocalExecutor
+    from foretrace.distill.ray_executor import RayExecutor
     from foretrace.hmm import HMM
 
 EPILOG = (
@@ -38,6 +40,7 @@ EM_EPILOG = (
 )
 SamplingOption = partial(typer.Option, rich_help_panel="Sampling from the LM")
 TrainingOption = partial(typer.Option, rich_help_panel="Training the HMM")
+ClusterOption = partial(typer.Option, rich_help_panel="On a cluster")
 
 
 class Engine(StrEnum):
@@ -125,6 +128,19 @@ def distill(
         ProductDtype, TrainingOption(help="Dtype of the matrix products in EM.")
     ] = ProductDtype.float32,
     held_out: Annotated[int, TrainingOption(help="Sequences held out for evaluation.")] = 4096,
+    on: Annotated[
+        str,
+        ClusterOption(
+            help="Where to run: local, ray (a cluster of this machine), or ray://HOST:PORT."
+        ),
+    ] = "local",
+    workers: Annotated[
+        int | None,
+        ClusterOption(min=1, help="Workers with an LM each. Default: all that fit on the cluster."),
+    ] = None,
+    gpus_per_worker: Annotated[
+        int | None, ClusterOption(min=0, help="GPUs of a worker. Default: 1 if there are GPUs.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="Only print the estimated cost.")] = False,
@@ -135,6 +151,7 @@ def distill(
     """Distil an HMM from a language model: sample, cluster hidden states, train by EM."""
     from foretrace.distill import DistillConfig, EMConfig, LMConfig
     from foretrace.distill.em.distributed import launched_group
+    from foretrace.distill.executor import LocalExecutor
     from foretrace.distill.run import distill as run
     from foretrace.distill.run import publish
 
@@ -149,12 +166,17 @@ def distill(
     )
     if is_gguf(model) and dtype != "auto":
         raise typer.BadParameter("--dtype must be auto for a GGUF file, which has its own dtypes.")
-    chosen_device = choose_device(device)
+    executor = _executor(on, workers, gpus_per_worker, plan=plan)
+    if isinstance(executor, LocalExecutor):
+        device = choose_device(device)
+        dtype = choose_dtype(dtype, device)
+    else:  # workers choose the dtype, because their hardware may differ from this machine's
+        device = "cuda" if executor.gpus else "cpu"
     lm = LMConfig(
         engine=engine.value,
-        dtype=choose_dtype(dtype, chosen_device),
+        dtype=dtype,
         end_of_text=end_of_text,
-        device=chosen_device,
+        device=device,
         options=_parse_options(engine_options),
         reader_options=None if reader_options is None else _parse_options(reader_options),
     )
@@ -166,7 +188,7 @@ def distill(
     disable_transformers_progress()
     find_model(model)
     if plan:
-        _show_plan(model, config, lm, texts, out)
+        _show_plan(model, config, lm, texts, out, workers or 1)
         return
     leads = launched_group().is_leader
     with ProgressBars(resumes=True, visible=leads) as bars:
@@ -176,12 +198,26 @@ def distill(
             out=out,
             prompts=texts,
             lm=lm,
+            executor=executor,
             on_progress=lambda progress: bars.update(*progress),
         )
     if leads:
         typer.echo(f"{hmm} written to {out}")
     if push_to_hub is not None and leads:
         typer.echo(f"published as {publish(out, push_to_hub)}")
+
+
+def _executor(
+    on: str, workers: int | None, gpus: int | None, *, plan: bool
+) -> "LocalExecutor | RayExecutor":
+    from foretrace.distill.executor import LocalExecutor
+    from foretrace.distill.ray_executor import RayExecutor
+
+    if on == "local" and (workers, gpus) != (None, None) and not plan:
+        raise typer.BadParameter("--workers and --gpus-per-worker need a cluster: --on ray.")
+    if on != "local" and not on.startswith("ray"):
+        raise typer.BadParameter(f"--on takes local, ray or ray://HOST:PORT, not {on}.")
+    return LocalExecutor() if on == "local" or plan else RayExecutor(on, workers, gpus)
 
 
 def _parse_options(text: str) -> dict[str, Any]:
@@ -197,7 +233,12 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 def _show_plan(
-    model: str, config: "DistillConfig", lm: "LMConfig", prompts: "Sequence[Prompt]", out: Path
+    model: str,
+    config: "DistillConfig",
+    lm: "LMConfig",
+    prompts: "Sequence[Prompt]",
+    out: Path,
+    workers: int,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -205,13 +246,19 @@ def _show_plan(
     from foretrace.distill.config import format_bytes
     from foretrace.distill.plan import plan
 
-    estimate = plan(model, config, prompts=prompts, lm=lm, folder=out)
+    estimate = plan(model, config, prompts=prompts, lm=lm, folder=out, workers=workers)
     table = Table("stage", "time", "work", title=f"{config.num_states:,} states of {model}")
     for stage in estimate.stages:
         table.add_row(stage.name, _duration(stage.seconds), stage.work)
-    table.add_row("total", _duration(estimate.seconds), "one process, this machine")
+    where = (
+        "one process, this machine" if workers == 1 else f"{workers:,} workers like this machine"
+    )
+    table.add_row("total", _duration(estimate.seconds), where)
     console = Console()
     console.print(table)
+    if workers > 1:
+        hours = workers * estimate.seconds / 3600
+        console.print(f"{hours:,.1f} hours of all workers, without the network's share of EM")
     costs = estimate.costs
     console.print(
         f"disk: {format_bytes(costs.disk)} at most (corpus {format_bytes(costs.corpus)}, hidden "

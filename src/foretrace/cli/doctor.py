@@ -47,6 +47,7 @@ def doctor(
         "platform": platform.platform(),
         "devices": _devices(),
         "dtypes": _dtypes(),
+        "cluster": _cluster(),
         "advice": thread_advice(os.cpu_count() or 1, _count_torch_processes(), os.environ),
         "extras": _extras(packages),
         "packages": [asdict(package) for package in packages],
@@ -122,6 +123,21 @@ def _devices() -> list[str]:
     return devices
 
 
+def _cluster() -> str:
+    """Describe the Ray cluster that `--on ray` would use, without starting one."""
+    if _version("ray") is None:
+        return "Ray is not installed; one machine does not need it"
+    os.environ.setdefault("RAY_ADDRESS", "auto")
+    from foretrace.distill.ray_executor import connect
+    from foretrace.errors import InvalidInputError
+
+    try:
+        size = connect("ray")
+    except InvalidInputError:
+        return "no Ray cluster is running; one machine does not need it"
+    return f"Ray: {size.nodes} nodes with {size.cpus} CPUs and {size.gpus} GPUs"
+
+
 def _dtypes() -> dict[str, str]:
     """Return for each device the dtype that `--dtype auto` chooses, and why."""
     import torch
@@ -194,6 +210,7 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from (f"- {device}" for device in report["devices"])
     yield from (f"- `--dtype auto` on {name}: {dtype}" for name, dtype in report["dtypes"].items())
+    yield f"- cluster: {report['cluster']}"
     yield from (f"- advice: {advice}" for advice in report["advice"])
     yield from (f"- extra `{name}`: {status}" for name, status in report["extras"].items())
     error = report["enumeration"]

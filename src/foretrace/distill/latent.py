@@ -20,11 +20,11 @@ from foretrace import _io
 from foretrace.distill import clustering
 from foretrace.distill.clustering import Basis
 from foretrace.distill.sampling.corpus import Corpus, ShardSplit
-from foretrace.distill.sampling.work_claims import share_work
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.hmm.probability import emit_only_ends_
 
+BASIS = -1  # the number of the basis among the files
 FILE_ROWS = 128  # rows per file of hidden states: 1 MB at 128 dimensions and 32 tokens
 SHARED_EMISSION = 0.1  # weight of the common token distribution in the emission of every state
 SHARED_TRANSITION = 0.02  # weight of the common state distribution in every transition
@@ -100,42 +100,34 @@ class LatentStart:
         self.basis_path = folder / "basis.safetensors"
         self.centroids_path = folder / f"centroids-{states}.safetensors"
 
-    @property
-    def complete(self) -> bool:
-        """Whether all files of hidden states exist."""
-        return all(path.exists() for path in self.paths)
+    def missing(self) -> list[int]:
+        """Return the numbers of the files to write: all, with BASIS first, if it is missing."""
+        if _io.missing_files([self.basis_path]):
+            return [BASIS, *range(len(self.paths))]
+        return _io.missing_files(self.paths)
 
-    def compute_hidden_states(
-        self,
-        hidden_states: HiddenStates,
-        on_progress: Observer | None = None,
-        *,
-        until: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Write the missing files of hidden states, together with other workers on the folder.
+    def tokens(self, number: int) -> int:
+        """Return the number of tokens of a file."""
+        shard, piece = self.pieces[number]
+        rows = min(FILE_ROWS, self.split[shard].training_rows - piece * FILE_ROWS)
+        return rows * self.corpus.manifest.length
 
-        It stops early when `until` returns True.
+    def write(self, hidden_states: HiddenStates, number: int) -> int:
+        """Write a file of hidden states, or the basis; return the number of its tokens.
+
+        The basis must exist before the files.
         """
-
-        def fit_basis(_number: int, path: Path) -> None:
-            rows, contexts = self._rows(*self.pieces[0])  # one file has enough positions
-            mask = before_end_mask(rows, self.eos)
-            basis = Basis.fit(hidden_states(rows, contexts)[:, 1:][mask], self.config.dimensions)
-            _io.write_tensors(path, {"mean": basis.mean, "axes": basis.axes}, {})
-
-        share_work([self.basis_path], fit_basis, until=until)
-        if until():
-            return
-        basis = Basis(**_io.read_tensors(self.basis_path)[0])
-
-        def write_file(number: int, path: Path) -> None:
-            rows, contexts = self._rows(*self.pieces[number])
-            hidden = basis(hidden_states(rows, contexts)).half()
-            _io.write_tensors(path, {"tokens": rows, "hidden": hidden}, {})
-            if on_progress is not None:
-                on_progress(len(list(path.parent.glob("hidden-*"))), len(self.paths))
-
-        share_work(self.paths, write_file, until=until)
+        rows, contexts = self._rows(*self.pieces[max(number, 0)])  # one is enough for the basis
+        hidden = hidden_states(rows, contexts)
+        if number == BASIS:
+            positions = hidden[:, 1:][before_end_mask(rows, self.eos)]
+            basis = Basis.fit(positions, self.config.dimensions)
+            _io.write_tensors(self.basis_path, {"mean": basis.mean, "axes": basis.axes}, {})
+        else:
+            basis = Basis(**_io.read_tensors(self.basis_path)[0])
+            content = {"tokens": rows, "hidden": basis(hidden).half()}
+            _io.write_tensors(self.paths[number], content, {})
+        return 0 if number == BASIS else rows.numel()
 
     def _rows(self, number: int, piece: int) -> tuple[Tensor, list[list[int]] | None]:
         """Read the rows of a piece and their contexts: FILE_ROWS rows of a shard, in random order.

@@ -71,11 +71,12 @@ def plan(
     prompts: Sequence[Prompt] = (),
     lm: LMConfig | None = None,
     folder: str | Path = ".",
+    workers: int = 1,
 ) -> Plan:
     """Estimate the time, disk and memory of a distillation by timing a little of each stage.
 
-    The estimate is for one process. Workers that sample together divide the time of sampling and of
-    hidden states among them. No file is left behind.
+    Workers divide sampling, hidden states and EM among them. The time that EM takes to add counts
+    over the network is not part of the estimate. No file is left behind.
 
     Args:
         model: The language model: a folder or a hub id.
@@ -83,6 +84,7 @@ def plan(
         prompts: Texts that a share of the sequences continue, or chats that they answer.
         lm: The settings of the language model.
         folder: The output folder, or any folder on the same disk, to time the disk.
+        workers: The number of workers, each like this machine.
 
     Returns:
         The duration of every stage, and the bytes on disk and in memory.
@@ -100,9 +102,10 @@ def plan(
     batch = openings.for_shard(0)[: source.batch_size]
     rows, row_seconds = _time_sampling(source, batch, config.length)
     source.close()
+    sampling = row_seconds * config.sequences / workers
     stages = [
         Stage("load the LM", loading, "llama.cpp" if is_gguf(model) else lm.engine),
-        Stage("sample", row_seconds * config.sequences, f"{config.sequences:,} sequences"),
+        Stage("sample", sampling, f"{config.sequences:,} sequences"),
     ]
     if config.start == "latent":
         started = perf_counter()
@@ -110,10 +113,10 @@ def plan(
         loading = perf_counter() - started
         contexts = [opening.context for opening in batch]
         stages += _time_latent_start(
-            reader.hidden, rows, contexts, loading, reader.eos_token_id, config
+            reader.hidden, rows, contexts, loading, reader.eos_token_id, config, workers
         )
         reader.close()
-    stages.append(_time_em(rows, config, lm.device))
+    stages.append(_time_em(rows, config, lm.device, workers))
     stages.append(_time_writing(Path(folder), costs))
     return Plan(stages, costs)
 
@@ -134,12 +137,13 @@ def _time_latent_start(
     loading: float,
     eos: int,
     config: DistillConfig,
+    workers: int,
 ) -> list[Stage]:
     rows, contexts = rows[:FILE_ROWS], contexts[:FILE_ROWS]
     hidden_states(rows[:2], contexts[:2])  # warm up
     started = perf_counter()
     hidden = hidden_states(rows, contexts)
-    reading = (perf_counter() - started) / len(rows) * config.read_rows
+    reading = (perf_counter() - started) / len(rows) * config.read_rows / workers
     mask = before_end_mask(rows, eos)
     basis = Basis.fit(hidden[:, 1:][mask], config.latent.dimensions)
     vectors = feature_vectors(basis(hidden), mask)
@@ -158,7 +162,7 @@ def _time_latent_start(
     ]
 
 
-def _time_em(rows: Tensor, config: DistillConfig, device: str) -> Stage:
+def _time_em(rows: Tensor, config: DistillConfig, device: str, workers: int) -> Stage:
     """Time steps of growing batch size, and extrapolate linearly from the last two."""
     tokens, index = torch.unique(rows.to(device), return_inverse=True)
     step = _EMStep(config, len(tokens), device)
@@ -173,6 +177,7 @@ def _time_em(rows: Tensor, config: DistillConfig, device: str) -> Stage:
     em = config.em
     training = max(1, config.sequences - em.held_out)
     steps = em.epochs * em.steps_per_epoch(training)
+    row_seconds /= workers
     measuring = em.evaluations * em.held_out * row_seconds * FORWARD_SHARE
     seconds = steps * step_seconds + em.epochs * training * row_seconds + measuring
     return Stage("train by EM", seconds, f"{steps:,} steps")

@@ -1,39 +1,33 @@
 """Distill an HMM from a language model: sample a corpus, build a start, train, write the result.
 
 Every stage writes its result to `out/work` atomically. After an interruption, the same call runs
-the remaining work. Concurrent calls share the work.
+the remaining work.
 """
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from foretrace import _io
 from foretrace.chat import Prompt
-from foretrace.distill import card
+from foretrace.distill import card, stages
 from foretrace.distill.clustering import require_faiss
-from foretrace.distill.config import DistillConfig, LMConfig, require_disk
-from foretrace.distill.em.config import CHECKPOINT_FILE, FREE_SETTINGS, METRICS_FILE, Progress
-from foretrace.distill.em.distributed import ProcessGroup, process_group
-from foretrace.distill.em.measures import context_gain
-from foretrace.distill.em.train import train
-from foretrace.distill.latent import LatentStart
-from foretrace.distill.sampling.corpus import MANIFEST_FILE, SHARD_GLOB, Corpus, ShardSplit
-from foretrace.distill.sampling.sample import are_chats, manifest_settings, sample
+from foretrace.distill.config import DistillConfig, LMConfig
+from foretrace.distill.em.config import FREE_SETTINGS, METRICS_FILE, Progress
+from foretrace.distill.em.distributed import ProcessGroup
+from foretrace.distill.executor import Executor, Load, LocalExecutor
+from foretrace.distill.latent import BASIS, LatentStart
+from foretrace.distill.sampling.corpus import MANIFEST_FILE, Corpus, ShardSplit
+from foretrace.distill.sampling.sample import are_chats, manifest_settings
 from foretrace.distill.sampling.source import public_name
-from foretrace.distill.sampling.work_claims import POLL_SECONDS, claim_work, share_work
 from foretrace.errors import InvalidFileError
 from foretrace.hmm import HMM
 from foretrace.hmm.storage import CONFIG_FILE, TENSOR_FILE
-from foretrace.vocabulary import require_same_fingerprint
 
 
 class StageProgress(NamedTuple):
@@ -64,12 +58,12 @@ def distill(
     out: str | os.PathLike[str],
     prompts: Sequence[Prompt] = (),
     lm: LMConfig | None = None,
+    executor: Executor | None = None,
     on_progress: Observer | None = None,
 ) -> HMM:
     """Distill an HMM from a causal language model, and write it with a model card.
 
-    If the call is interrupted, repeat it to continue. Several processes, also on several machines
-    with a common file system, can make the same call to share the work.
+    If the call is interrupted, repeat it to continue.
 
     Args:
         model: The language model: a folder or a hub id.
@@ -79,6 +73,8 @@ def distill(
         prompts: Texts that a share of the sequences continue; or chats, lists of messages, that
             all sequences answer through the tokenizer's chat template.
         lm: The settings of the language model.
+        executor: Where the stages run: by default in this process. A
+            `foretrace.distill.ray_executor.RayExecutor` runs them on a Ray cluster.
         on_progress: Called with the progress of every stage.
 
     Returns:
@@ -95,10 +91,15 @@ def distill(
         ...     out="my-hmm",
         ... )  # doctest: +SKIP
     """
-    distillation = _Distillation(
-        model, config or DistillConfig(), Path(out), prompts, lm or LMConfig(), on_progress
-    )
-    return distillation.run()
+    return _Distillation(
+        model,
+        config or DistillConfig(),
+        Path(out),
+        prompts,
+        lm or LMConfig(),
+        executor or LocalExecutor(),
+        on_progress or (lambda progress: None),
+    ).run()
 
 
 class _Distillation:
@@ -111,27 +112,49 @@ class _Distillation:
         out: Path,
         prompts: Sequence[Prompt],
         lm: LMConfig,
-        on_progress: Observer | None,
+        executor: Executor,
+        on_progress: Observer,
     ) -> None:
         self.model, self.config, self.out = model, config, out
         self.prompts, self.lm = prompts, lm
-        self.on_progress = on_progress or (lambda progress: None)
+        self.executor, self.on_progress = executor, on_progress
         self.work = out / "work"
-        self.result = out / TENSOR_FILE
+        self.chat = are_chats(prompts)
 
     def run(self) -> HMM:
         """Run the stages that are not complete."""
-        if not self.result.exists():
-            if self.config.start == "latent":
-                require_faiss()  # fail now, not after days of sampling
-            corpus = self._sample()
-            split = corpus.split(self.config.em.held_out)
-            start = self._build_start(corpus, split)
-            with process_group(self.lm.device) as group:
-                self._train_once(corpus, split, start, group)
+        with self.executor.connect(self.lm.device) as group:
+            if not group.run_on_leader((self.out / TENSOR_FILE).exists):
+                if self.config.start == "latent":
+                    require_faiss()  # fail now, not after days of sampling
+                corpus = self._sample(group)
+                self._build_start(corpus, corpus.split(self.config.em.held_out), group)
+                train = partial(stages.training, self.config, self.out)
+                self.executor.train(train, self.lm.device, self._observe_step)
         hmm = HMM.from_pretrained(self.out)
         self._require_same_settings(hmm, self.out, asdict(self.config))
         return hmm
+
+    def _produce(
+        self,
+        stage: str,
+        load: Load,
+        folder: Path,
+        total: int,
+        parts: Sequence[tuple[Sequence[int], int]],
+    ) -> None:
+        """Produce shards in a folder, one part after the other.
+
+        A part has the numbers of shards, and their tokens. The progress counts the tokens of all
+        workers.
+        """
+        done = total - sum(tokens for _, tokens in parts)
+        with self.executor.workers(stage, load) as produce:
+            for shards, _ in parts:
+                for tokens in produce(shards):
+                    done = min(done + tokens, total)
+                    self.on_progress(StageProgress(stage, done, total, "tokens"))
+        _io.remove_partial_files(folder)
 
     def _require_same_settings(self, hmm: HMM, folder: Path, wanted: Mapping[str, Any]) -> None:
         """Check that an existing HMM was distilled with the settings of this call."""
@@ -147,25 +170,19 @@ class _Distillation:
                 settings |= {f"{stage}.{k}": v for k, v in nested if k not in FREE_SETTINGS}
         _require_equal(folder, "made", existing, expected)
 
-    def _sample(self) -> Corpus:
-        """Sample the corpus, unless it is complete."""
+    def _sample(self, group: ProcessGroup) -> Corpus:
+        """Sample the missing shards of the corpus."""
         folder, config = self.work / "corpus", self.config.sampling
-        if (folder / MANIFEST_FILE).exists():
-            corpus = Corpus(folder)
-            if all(corpus.shard_path(shard).exists() for shard in range(config.shards)):
-                self._require_same_sampling(corpus)
-                return corpus
-        chat = are_chats(self.prompts)
-        source = self.lm.load_source(self.model, config.length, chat=chat)
-        require_disk(self.out, self.config.costs(source.vocab_size).disk)
-
-        def report(_rows: int) -> None:
-            shards = len(list(folder.glob(SHARD_GLOB)))  # also of other workers
-            rows = min(shards * config.shard_rows, config.sequences)
-            self.on_progress(StageProgress("sampling", rows, config.sequences, "rows"))
-
-        corpus = sample(folder, source, config, self.prompts, report)
-        source.close()
+        missing = group.run_on_leader(lambda: missing_shards(folder, config.shards))
+        if missing:
+            load = partial(
+                stages.sampling, self.model, self.lm, self.config, self.prompts, self.out
+            )
+            rows = sum(map(config.rows, missing))
+            total = config.sequences * config.length
+            self._produce("sampling", load, folder, total, [(missing, rows * config.length)])
+        corpus = Corpus(folder)
+        self._require_same_sampling(corpus)
         return corpus
 
     def _require_same_sampling(self, corpus: Corpus) -> None:
@@ -175,33 +192,42 @@ class _Distillation:
         existing = {**manifest.sampling, "length": manifest.length, "model": manifest.source_model}
         _require_equal(corpus.folder, "drawn", existing, expected)
 
-    def _build_start(self, corpus: Corpus, split: list[ShardSplit]) -> Path:
-        """Build the HMM that EM starts from, unless it exists; return its folder."""
-        folder = self.work / "start"
-        settings = {key: asdict(self.config)[key] for key in ("num_states", "start", "latent")}
+    def _build_start(self, corpus: Corpus, split: list[ShardSplit], group: ProcessGroup) -> None:
+        """Build the HMM that EM starts from, unless it exists."""
+        folder, config = self.work / "start", self.config
+        settings = {key: asdict(config)[key] for key in ("num_states", "start", "latent")}
+        exists = group.run_on_leader((folder / TENSOR_FILE).exists)
         latent = None
-        if self.config.start == "latent":
-            config = self.config
+        if config.start == "latent":
             hidden = self.work / "hidden" / _rows_digest(split, config.seed)
             latent = LatentStart(
                 corpus, split, config.num_states, config.read_rows, config.latent, hidden
             )
+            if not exists:
+                self._read(latent, group.run_on_leader(latent.missing))
 
-        def build(_number: int, _path: Path) -> None:
+        def build() -> None:
             if latent is None:
                 hmm = self._random_start(corpus)
             else:
                 hmm = latent.build_hmm(latent.cluster(self._observer("clustering", "passes")))
-            _with_facts(hmm, {"settings": settings}).save_pretrained(folder)
+            stages.with_facts(hmm, {"settings": settings}).save_pretrained(folder)
 
-        exists = (folder / TENSOR_FILE).exists
-        if latent is not None and not exists() and not latent.complete:
-            self._compute_hidden_states(corpus, latent, exists)
-        share_work([folder / TENSOR_FILE], build)
+        if not exists:
+            group.run_on_leader(build)
         self._require_same_settings(HMM.from_pretrained(folder), folder, settings)
         if latent is not None:
-            latent.remove_files()
-        return folder
+            group.run_on_leader(latent.remove_files)
+
+    def _read(self, latent: LatentStart, missing: list[int]) -> None:
+        """Compute the missing files of hidden states, after the basis that they share."""
+        if missing:
+            load = partial(stages.reading, self.model, self.lm, latent, chat=self.chat)
+            files = [number for number in missing if number != BASIS]
+            parts = [([BASIS], 0)] if BASIS in missing else []
+            parts.append((files, sum(map(latent.tokens, files))))
+            total = sum(map(latent.tokens, range(len(latent.pieces))))
+            self._produce("reading", load, latent.folder, total, parts)
 
     def _random_start(self, corpus: Corpus) -> HMM:
         ends = corpus.manifest.eos_token_ids
@@ -210,69 +236,14 @@ class _Distillation:
         config = replace(hmm.config, source_model=corpus.manifest.source_model)
         return HMM(hmm.initial, hmm.transition, hmm.emission, config)
 
-    def _compute_hidden_states(
-        self, corpus: Corpus, latent: LatentStart, until: Callable[[], bool]
-    ) -> None:
-        """Compute hidden states together with other workers, until the start exists."""
-        chat = are_chats(self.prompts)
-        reader = self.lm.load_reader(self.model, self.config.length, chat=chat)
-        require_same_fingerprint(
-            "The corpus", corpus.manifest.tokenizer_fingerprint, reader.tokenizer_fingerprint
-        )
-        on_progress = self._observer("reading", "files")
-        latent.compute_hidden_states(reader.hidden, on_progress, until=until)
-        reader.close()
-
     def _observer(self, stage: str, unit: str) -> Callable[[int, int], None]:
         return lambda done, total: self.on_progress(StageProgress(stage, done, total, unit))
-
-    def _train_once(
-        self, corpus: Corpus, split: list[ShardSplit], start: Path, group: ProcessGroup
-    ) -> None:
-        """Train, or wait for the worker that does; processes of torchrun train together."""
-        while not group.run_on_leader(self.result.exists):
-            with claim_work(self.result) if group.is_leader else nullcontext(False) as claimed:
-                if group.run_on_leader(lambda claimed=claimed: claimed):  # type: ignore[misc]
-                    self._train(corpus, split, start, group)
-                    continue
-            time.sleep(POLL_SECONDS)
-
-    def _train(
-        self, corpus: Corpus, split: list[ShardSplit], start: Path, group: ProcessGroup
-    ) -> None:
-        hmm = train(
-            HMM.from_pretrained(start).to(self.lm.device, self.config.em.accumulator_dtype),
-            corpus,
-            self.config.em,
-            folder=self.work / "em",
-            on_progress=self._observe_step,
-        )
-        group.run_on_leader(lambda: self._write_result(hmm, corpus.held_out(split)))
 
     def _observe_step(self, progress: Progress) -> None:
         note = f"{progress.log_likelihood:.4f} nats/token"
         if progress.held_out is not None:
             note += f", held-out {progress.held_out:.4f}"
         self.on_progress(StageProgress("EM", progress.step, progress.steps, "steps", note))
-
-    def _write_result(self, hmm: HMM, held_out: Tensor) -> None:
-        """Write metrics, card and curve, and last the HMM, which marks the result as complete."""
-        gain = context_gain(hmm, held_out)
-        facts: dict[str, Any] = {"settings": asdict(self.config)}
-        if gain:
-            facts["memory_gain"] = {str(ahead): nats for ahead, nats in gain.items()}
-        hmm = _with_facts(hmm, facts)
-        metrics = _io.read_lines(self.work / "em" / METRICS_FILE)
-        _io.write_lines(self.out / METRICS_FILE, metrics)
-        card.write(self.out, hmm, metrics)
-        hmm.save_pretrained(self.out)
-        (self.work / "em" / CHECKPOINT_FILE).unlink(missing_ok=True)
-
-
-def _with_facts(hmm: HMM, facts: Mapping[str, Any]) -> HMM:
-    """Return the HMM with further entries in its `config.distillation`."""
-    config = replace(hmm.config, distillation={**hmm.config.distillation, **facts})
-    return HMM(hmm.initial, hmm.transition, hmm.emission, config)
 
 
 def _require_equal(
@@ -285,6 +256,12 @@ def _require_equal(
             f"{folder} was {verb} with other settings: {', '.join(differing)} differ. Use the same "
             f"settings or another --out, or remove it and run again."
         )
+
+
+def missing_shards(folder: Path, count: int) -> list[int]:
+    """Return the shards of a corpus that are not sampled: all, if there is no corpus."""
+    exists = (folder / MANIFEST_FILE).exists()
+    return Corpus(folder).missing(count) if exists else list(range(count))
 
 
 def _rows_digest(split: list[ShardSplit], seed: int) -> str:

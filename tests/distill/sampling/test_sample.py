@@ -1,15 +1,11 @@
-"""Sampling: the LM's distribution, and each shard exactly once with several workers."""
+"""Sampling: the LM's distribution, and each shard exactly once."""
 
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
-import forked
-from foretrace.distill.sampling.corpus import Corpus
 from foretrace.distill.sampling.sample import SamplingConfig, sample
 from foretrace.errors import InvalidFileError, InvalidInputError
 
@@ -61,7 +57,7 @@ def test_a_corpus_follows_its_settings(source: TransformersSource, tmp_path: Pat
     observed: list[int] = []
     corpus = sample(tmp_path, source, config, ["w5 w6 w7", "w9 " * 30], observed.append)
     assert [shard.rows for shard in corpus.shards()] == [100, 100, 50]
-    assert observed == [100, 100, 50]
+    assert observed == [800, 800, 400]  # tokens
     rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
     short = (rows[:, :3] == torch.tensor(source.encode(["w5 w6 w7"])[0])).all(1)
     long = (rows[:, :4] == source.encode(["w9"])[0][0]).all(1)  # cut at half a row
@@ -80,7 +76,7 @@ def test_existing_shards_are_not_sampled_again(source: TransformersSource, tmp_p
     corpus.shards()[1].path.unlink()
     observed: list[int] = []
     sample(tmp_path, source, config, on_progress=observed.append)
-    assert observed == [40]
+    assert observed == [240]
     for path, modified in written.items():
         if path.name != "shard-000001.safetensors":
             assert path.stat().st_mtime_ns == modified
@@ -99,38 +95,18 @@ def test_other_settings_are_refused(source: TransformersSource, tmp_path: Path) 
         sample(tmp_path, source, SamplingConfig(sequences=10, length=7, shard_rows=10))
 
 
-WORKER = """
-import sys
-from pathlib import Path
-from foretrace.distill.sampling.sample import SamplingConfig, sample
-from foretrace.distill.sampling.transformers_source import TransformersSource
-source = TransformersSource.load(sys.argv[1], end_of_text_token=None)
-source.batch_size = 16
-print("ready", flush=True)
-sample(Path(sys.argv[2]), source, SamplingConfig(sequences=960, length=16, shard_rows=48))
-"""
-
-
-def test_two_workers_one_killed(tiny_lm: Path, tmp_path: Path) -> None:
-    """No shard lost, none doubled, no scrap left, whatever the killed one was at."""
-    worker = partial(forked.start, forked.script, WORKER, tiny_lm, tmp_path)
-    doomed, survivor = worker(), worker()
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("shard-*"))) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    doomed.kill()
-    for process in (doomed, survivor):
-        process.join()
-    assert survivor.exitcode == 0
-    last = worker()  # the same command again: it finishes what is left
-    last.join()
-    assert last.exitcode == 0
-    corpus = Corpus(tmp_path)
-    assert [shard.rows for shard in corpus.shards()] == [48] * 20
-    rows = torch.cat([corpus.read(shard).long() for shard in corpus.shards()])
-    assert len(torch.unique(rows, dim=0)) > 0.9 * len(rows)  # sampled, not copied
-    assert not list(tmp_path.glob(".*.claim"))
+def test_a_shard_that_was_cut_short_is_sampled_again(
+    source: TransformersSource, tmp_path: Path
+) -> None:
+    config = SamplingConfig(sequences=120, length=6, shard_rows=40)
+    corpus = sample(tmp_path, source, config)
+    paths = [shard.path for shard in corpus.shards()]
+    contents = [path.read_bytes() for path in paths]
+    for path, size in zip(paths, (0, len(contents[1]) - 1, None), strict=True):
+        path.write_bytes(path.read_bytes()[:size])
+    assert corpus.missing(3) == [0, 1]
+    sample(tmp_path, source, config)
+    assert [path.read_bytes() for path in paths] == contents
 
 
 def test_a_batch_halves_when_memory_runs_out(

@@ -225,6 +225,13 @@ class Corpus:
         """Return the path of a shard, counted from 0, whether it exists or not."""
         return self.folder / f"shard-{index:06d}.safetensors"
 
+    def missing(self, count: int) -> list[int]:
+        """Return which of the first `count` shards do not exist; remove those that are cut short.
+
+        A shard depends on its number and the settings, so that it can be sampled again.
+        """
+        return _io.missing_files(self.shard_path(index) for index in range(count))
+
     def write_shard(self, path: Path, tokens: Tensor, prompts: RowPrompts | None = None) -> bool:
         """Write (rows, length) token ids as a shard; return False if it exists already.
 

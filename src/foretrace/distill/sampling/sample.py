@@ -1,4 +1,4 @@
-"""Sample a corpus from a language model, in any number of processes at once."""
+"""Sample a corpus from a language model, shard by shard."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,7 +13,6 @@ import torch
 from foretrace.chat import Prompt, is_chat
 from foretrace.distill.sampling.corpus import Corpus, Manifest, RowPrompts
 from foretrace.distill.sampling.source import Source
-from foretrace.distill.sampling.work_claims import share_work
 from foretrace.errors import InvalidInputError
 
 SHARD_ROWS = 4096
@@ -29,7 +28,7 @@ class SamplingConfig:
     prompted: float = 0.5
     """Share of the rows that continue a prompt, if there are prompts."""
     shard_rows: int = SHARD_ROWS
-    """Rows per shard. A worker claims one shard at a time, and a crash loses at most one."""
+    """Rows per shard. A crash of a worker loses at most one shard."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,6 +97,27 @@ def manifest_settings(config: SamplingConfig, prompts: Sequence[Prompt]) -> dict
     } | ({"chat": True} if chat else {})
 
 
+class Sampler:
+    """Draws the shards of a corpus. A shard depends on the settings and its number alone."""
+
+    def __init__(
+        self, folder: Path, source: Source, config: SamplingConfig, prompts: Sequence[Prompt]
+    ) -> None:
+        self.source, self.config = source, config
+        self.corpus = open_corpus(folder, source, config, prompts)
+        self.openings = Openings(source, prompts, config)
+
+    def draw(self, shard: int) -> int:
+        """Sample a shard, and write it; return the number of its tokens."""
+        contexts, prefixes = zip(*self.openings.for_shard(shard), strict=True)
+        seed = _draw_seed(self.config.seed, shard)
+        rows = self.source.draw(prefixes, self.config.length, seed, contexts)
+        lengths = torch.tensor([len(prefix) for prefix in prefixes])
+        chats = RowPrompts(list(contexts), lengths) if self.openings.chat else None
+        self.corpus.write_shard(self.corpus.shard_path(shard), rows, chats)
+        return rows.numel()
+
+
 def sample(
     folder: Path,
     source: Source,
@@ -105,27 +125,13 @@ def sample(
     prompts: Sequence[Prompt] = (),
     on_progress: Callable[[int], None] | None = None,
 ) -> Corpus:
-    """Sample the missing shards of a corpus, together with any other worker on the same folder.
-
-    A worker claims a shard before it samples it. If a worker dies, others take over its claim. The
-    function returns when the corpus is complete. `on_progress` receives the number of rows of each
-    shard that this worker adds.
-    """
-    corpus = open_corpus(folder, source, config, prompts)
-    openings = Openings(source, prompts, config)
-
-    def draw(shard: int, path: Path) -> None:
-        contexts, prefixes = zip(*openings.for_shard(shard), strict=True)
-        seed = _draw_seed(config.seed, shard)
-        rows = source.draw(prefixes, config.length, seed, contexts)
-        lengths = torch.tensor([len(prefix) for prefix in prefixes])
-        chats = RowPrompts(list(contexts), lengths) if openings.chat else None
-        corpus.write_shard(path, rows, chats)
+    """Sample the missing shards of a corpus. `on_progress` receives the tokens of each."""
+    sampler = Sampler(folder, source, config, prompts)
+    for shard in sampler.corpus.missing(config.shards):
+        tokens = sampler.draw(shard)
         if on_progress is not None:
-            on_progress(len(rows))
-
-    share_work([corpus.shard_path(shard) for shard in range(config.shards)], draw)
-    return corpus
+            on_progress(tokens)
+    return sampler.corpus
 
 
 class Opening(NamedTuple):
