@@ -21,7 +21,7 @@ from foretrace import HMM, Attribute, AttributeStore, FitConfig, _tabular
 from foretrace._hardware import default_dtype
 from foretrace.attribute import group_terms, tokenize, word_tokens
 from foretrace.context import Head, token_embeddings
-from foretrace.engines.transformers.judged_runs import fit_judge
+from foretrace.engines.transformers.samples import Classifiers, TeachingSamples
 from foretrace.engines.transformers.verdict import calibrate_and_report
 from foretrace.vocabulary import tokenizer_settings
 
@@ -71,13 +71,15 @@ class Maker:
     def make(self, name: str, source: Source) -> Attribute:
         """Fit and calibrate an attribute."""
         texts, scores = self.read(source.train, source)
+        teacher, judge = Classifiers.fit(self.model, self.tokenizer, texts, scores)
+        samples = None if teacher is None else self.samples.scored(teacher)
         return calibrate_and_report(
             self.model,
             self.tokenizer,
             self.hmm,
-            self.fit(name, source, **self.lm_settings),
-            prompts=[row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])],
-            judge=fit_judge(self.model, self.tokenizer, texts, scores),
+            self.fit(name, source, samples=samples, **self.lm_settings),
+            prompts=self.prompts,
+            judge=judge,
             source={"prompts": PROMPTS},
         )
 
@@ -87,6 +89,7 @@ class Maker:
         source: Source,
         frequencies: Tensor | None = None,
         embeddings: Tensor | None = None,
+        samples: Any = None,
     ) -> Attribute:
         """Fit an attribute, without levels."""
         texts, scores = self.read(source.train, source)
@@ -104,6 +107,7 @@ class Maker:
             validation=validation,
             frequencies=frequencies,
             embeddings=embeddings,
+            samples=samples,
             name=name,
             source={"train": source.train, "held_out": source.test or "a tenth of the texts"},
             tokenizer=self.tokenizer,
@@ -115,6 +119,19 @@ class Maker:
         """What a fit uses of the language model's tokens."""
         embeddings = token_embeddings(Head.of_model(self.model, self.tokenizer))
         return {"frequencies": self.hmm.token_frequencies(), "embeddings": embeddings}
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """The prompts that are continued, by the language model alone and steered."""
+        return [row["prompt"] for row in _tabular.read_rows(self.data / PROMPTS, ["prompt"])]
+
+    @cached_property
+    def samples(self) -> TeachingSamples:
+        """Texts of the language model, which the fits share."""
+        file, ends = FOLDER / ".samples.jsonl", self.hmm.config.eos_token_ids
+        # Other prompts than those of the calibration, which are the first.
+        prompts = self.prompts[1000:]
+        return TeachingSamples.draw(self.model, self.tokenizer, file, prompts=prompts, ends=ends)
 
     @cached_property
     def model(self) -> Any:

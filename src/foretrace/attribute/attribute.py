@@ -21,7 +21,7 @@ from foretrace.attribute.evidence import Evidence
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Examples, token_counts
 from foretrace.attribute.fitting.fit import fit_each_label, fit_scores
-from foretrace.attribute.fitting.rewards import LMTokens
+from foretrace.attribute.fitting.rewards import LMData
 from foretrace.attribute.fitting.split import Split
 from foretrace.attribute.fitting.surface import surface
 from foretrace.attribute.fitting.warnings import find_warnings
@@ -99,6 +99,7 @@ class Attribute:
         validation: tuple[Texts, Sequence[float] | Tensor] | None = None,
         frequencies: Tensor | None = None,
         embeddings: Tensor | None = None,
+        samples: tuple[Texts, Sequence[float] | Tensor] | None = None,
         name: str = "attribute",
         tokenizer_fingerprint: str | None = None,
         source: Mapping[str, Any] | None = None,
@@ -124,6 +125,9 @@ class Attribute:
             embeddings: An embedding of each token, (V, k), as
                 `foretrace.context.token_embeddings` returns them. Similar tokens then share their
                 rewards, and tokens that no text contains have a reward, too.
+            samples: Texts that the language model wrote, and their scores by a classifier of whole
+                texts, as `engines.transformers.teacher` makes them. Evidence then knows the words
+                that the language model chooses among. This needs frequencies.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
             source: A description of the texts and scores, stored with the attribute.
@@ -149,6 +153,13 @@ class Attribute:
         held_out = None if validation is None else Examples.from_scores(*validation, vocab_size)
         split = Split.of(examples, held_out, config.held_out, config.seed)
         lm = _checked_lm(frequencies, embeddings, vocab_size)
+        if samples is not None:
+            if frequencies is None:
+                raise InvalidInputError(
+                    "Samples of a language model need its token frequencies: the rewards of texts "
+                    "and of samples are added at equal price. Pass `frequencies`, too."
+                )
+            lm = lm._replace(samples=Examples.from_scores(*samples, vocab_size))
         candidate = fit_scores(split.fitting, split.held_out, config, lm)
         counts = None if prompts is None else token_counts(prompts, vocab_size)
         features = surface(split.fitting, tokenizer)
@@ -645,7 +656,7 @@ class Attribute:
         return cls(*stored)
 
 
-def _checked_lm(frequencies: Tensor | None, embeddings: Tensor | None, vocab_size: int) -> LMTokens:
+def _checked_lm(frequencies: Tensor | None, embeddings: Tensor | None, vocab_size: int) -> LMData:
     """Return what is known of `vocab_size` tokens. Tokens that the LM has not get 0."""
     known = table = None
     if frequencies is not None:
@@ -660,7 +671,7 @@ def _checked_lm(frequencies: Tensor | None, embeddings: Tensor | None, vocab_siz
             )
         table = np.zeros((vocab_size, embeddings.shape[1]), dtype=np.float32)
         table[: len(embeddings)] = embeddings.float().cpu().numpy()[:vocab_size]
-    return LMTokens(known, table)
+    return LMData(known, table)
 
 
 def _number_tensor(

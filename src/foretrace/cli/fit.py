@@ -11,7 +11,7 @@ import typer
 from foretrace.cli import fit_options as options
 from foretrace.cli import fit_texts
 from foretrace.cli.attribute import describe as print_attribute
-from foretrace.cli.fit_models import Models
+from foretrace.cli.fit_models import Models, Teaching
 from foretrace.cli.fit_options import Objective, ScoreOptions, TextOptions
 from foretrace.cli.fit_texts import FitTexts
 from foretrace.cli.loading import read_prompts
@@ -19,6 +19,7 @@ from foretrace.cli.terminal import ProgressBars
 
 if TYPE_CHECKING:
     from foretrace.attribute import Attribute, FitConfig
+    from foretrace.attribute.token_ids import Texts
 
 EPILOG = (
     "Example: foretrace fit scored.jsonl --score toxicity --invert --tokenizer "
@@ -101,13 +102,21 @@ def fit(
     scores = [1 - value if invert else value for value in texts.column("score")]
     texts.source["inverted"] = invert
     prompt_texts = read_prompts(prompts) if prompts else []
-    attribute = fitter.fit_scores(texts, scores, name or out.stem, out, prompt_texts)
+    teaching = Teaching()
+    if lm:
+        teachable = objective in (Objective.auto, Objective.evidence) and terms == 1
+        file = out.with_suffix(".samples.jsonl") if teachable else None
+        teaching = models.teach(texts.column("text"), scores, prompt_texts, file, seed)
+    attribute = fitter.fit_scores(
+        texts, scores, name or out.stem, out, prompt_texts, teaching.samples
+    )
     if plot is not None:
         draw(attribute.config, plot)
     if lm and attribute.has_power and attribute.has_weights:
         name_of_prompts = f"{prompts}" if prompts else "openings of the language model"
         measured = models.measure(
             attribute,
+            teaching.judge,
             texts.column("text"),
             scores,
             prompt_texts,
@@ -146,7 +155,13 @@ class _Fitter:
         }
 
     def fit_scores(
-        self, texts: FitTexts, scores: list[float], name: str, out: Path, prompts: list[str]
+        self,
+        texts: FitTexts,
+        scores: list[float],
+        name: str,
+        out: Path,
+        prompts: list[str],
+        samples: "tuple[Texts, list[float]] | None",
     ) -> "Attribute":
         """Fit one attribute to scores, save and describe it."""
         from foretrace.attribute import Attribute, tokenize
@@ -157,6 +172,7 @@ class _Fitter:
             windows.token_ids,
             [scores[text] for text in windows.texts],
             groups=windows.texts,
+            samples=samples,
             name=name,
             source=texts.source,
             prompts=tokenize(prompts, self.tokenizer).token_ids if prompts else None,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import typer
 
@@ -23,9 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretrace.attribute import Attribute
+    from foretrace.attribute.token_ids import Texts
+    from foretrace.engines.transformers.text_classifier import TextClassifier
     from foretrace.hmm import HMM
 
 FIT_LENGTH = 64  # tokens of texts, to measure frequencies for price-aware rewards
+
+
+class Teaching(NamedTuple):
+    """What an LM adds to a fit.
+
+    Attributes:
+        judge: Judges steered texts.
+        samples: Samples of the LM with their scores, to fit rewards to.
+    """
+
+    judge: "TextClassifier | None" = None
+    samples: "tuple[Texts, list[float]] | None" = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,46 @@ class Models:
 
         return None if self.lm is None else token_embeddings(Head.of_model(self.lm, self.tokenizer))
 
+    def teach(
+        self,
+        texts: Sequence[str],
+        scores: Sequence[float],
+        prompts: Sequence[str],
+        file: Path | None,
+        seed: int,
+    ) -> "Teaching":
+        """Fit a judge to texts, and with a file for samples of the LM, a classifier to score them.
+
+        The file keeps the samples.
+        """
+        from foretrace.engines.transformers.judged_runs import fit_judge
+        from foretrace.engines.transformers.samples import Classifiers, TeachingSamples
+
+        assert self.lm is not None
+        assert self.hmm is not None
+        with ProgressBars(resumes=True) as bars:
+            if file is None:
+                return Teaching(fit_judge(self.lm, self.tokenizer, texts, scores, bars.update))
+            teacher, judge = Classifiers.fit(
+                self.lm, self.tokenizer, texts, scores, on_progress=bars.update
+            )
+            if teacher is None:
+                return Teaching(judge)
+            samples = TeachingSamples.draw(
+                self.lm,
+                self.tokenizer,
+                file,
+                prompts=prompts,
+                ends=self.hmm.config.eos_token_ids,
+                seed=seed,
+                on_progress=bars.update,
+            )
+        return Teaching(judge, samples.scored(teacher))
+
     def measure(
         self,
         attribute: "Attribute",
+        judge: "TextClassifier | None",
         texts: Sequence[str],
         scores: Sequence[float],
         prompts: Sequence[str],
@@ -81,7 +132,6 @@ class Models:
         With a folder for states, add a context reward first, if it helps.
         """
         from foretrace.engines.transformers.context import add_context
-        from foretrace.engines.transformers.judged_runs import fit_judge
         from foretrace.engines.transformers.verdict import calibrate_and_report
 
         assert self.lm is not None
@@ -89,7 +139,6 @@ class Models:
         lm, tokenizer, hmm = self.lm, self.tokenizer, self.hmm
         build_probe = probe_builder(lm, tokenizer)
         with ProgressBars(resumes=True) as bars:
-            judge = fit_judge(lm, tokenizer, texts, scores, bars.update)
             if states is not None:
                 attribute = add_context(
                     lm,

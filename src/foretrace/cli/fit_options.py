@@ -63,8 +63,8 @@ NumTexts = Annotated[
 Prompts = Annotated[
     Path | None,
     _TextOption(
-        help="Prompts that the LM continues, as samples for a scorer and for --context, and for "
-        "the verdict: .jsonl, .csv, .txt. Default: openings that it writes."
+        help="Prompts that the LM continues, as samples to fit to and for the verdict: .jsonl, "
+        ".csv, .txt. Default: openings that it writes."
     ),
 ]
 WriterURL = Annotated[
@@ -142,7 +142,8 @@ LM = Annotated[
     str | None,
     _LMOption(
         help="The LM to steer: a folder, or a hub id. The command finds the strengths of levels "
-        "with it, and gives a verdict. Rewards cost less at the same effect."
+        "with it, gives a verdict, and also fits to its samples. Rewards cost less at the same "
+        "effect."
     ),
 ]
 HMM = Annotated[

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from foretrace.evaluate import Judge
 
 NUM_DESCRIBED, NUM_SAMPLES = 1000, 4000
-COPIES = 5  # samples that continue an opening
 
 
 @dataclass(frozen=True)
@@ -100,42 +99,15 @@ def _describe_texts(options: TextOptions, writer: "Writer", file: Path, seed: in
 
 def _sample_texts(options: TextOptions, writer: "LMWriter", file: Path, seed: int) -> FitTexts:
     """Have the LM continue prompts, or openings that it writes."""
-    from foretrace.engines import writing
+    from foretrace.engines.transformers.samples import sample_texts
 
-    num_texts = options.num_texts or NUM_SAMPLES
-    if options.prompts is not None:
-        prompts = read_prompts(options.prompts)[:num_texts]
-    else:
-        prompts = _write_openings(writer, -(-num_texts // COPIES), seed)
-    copies = -(-num_texts // len(prompts))
-    repeated = [prompt for prompt in prompts for _ in range(copies)]
+    prompts = read_prompts(options.prompts) if options.prompts else []
+    count = options.num_texts or NUM_SAMPLES
     with ProgressBars(resumes=True) as bars:
-        written = writing.write_texts(
-            writer,
-            repeated,
-            file,
-            seed=seed,
-            on_progress=lambda done, total: bars.update("sample", done, total, "texts"),
-        )
-    rows = [
-        {"text": text, "prompt": prompt}
-        for prompt, (text, _) in zip(repeated, written, strict=True)
-        if text.strip()
-    ]
+        drawn = sample_texts(writer, prompts, file, count=count, seed=seed, on_progress=bars.update)
     prompts_source = options.prompts.name if options.prompts else "openings of the language model"
-    return FitTexts(rows, {"samples": writer.name, "prompts": prompts_source})
-
-
-def _write_openings(writer: "LMWriter", count: int, seed: int) -> list[str]:
-    from foretrace.engines.prompts import decode_after, start_ids
-    from foretrace.engines.transformers import stop_tokens
-    from foretrace.engines.transformers.calibration import write_openings
-
-    model, tokenizer = writer.model, writer.tokenizer
-    start = start_ids(tokenizer, writer.ends)
-    ends = stop_tokens(model.generation_config, start)
-    openings = write_openings(model, start, ends=ends, count=count, seed=seed)
-    return [decode_after(tokenizer, start, ids[len(start) :]) for ids in openings]
+    source = {"samples": writer.name, "prompts": prompts_source}
+    return FitTexts([one._asdict() for one in drawn], source)
 
 
 def score_texts(texts: FitTexts, options: ScoreOptions, device: str, cache: Path) -> FitTexts:

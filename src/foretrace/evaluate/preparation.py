@@ -17,8 +17,10 @@ from foretrace.attribute import (
     tokenize,
     word_tokens,
 )
-from foretrace.chat import as_messages, render_chat
+from foretrace.attribute.token_ids import Texts
+from foretrace.chat import Prompt, as_messages, render_chat
 from foretrace.context import Head, token_embeddings
+from foretrace.engines.transformers.samples import Classifiers, TeachingSamples
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.continuations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
@@ -69,6 +71,7 @@ def fit_attributes(
     }
     settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
+    teacher = _Teacher(lm, tokenizer, hmm, suite, data, folder / ".samples.jsonl")
     for name, plan in suite.attributes.items():
         plan_file = folder / f".{name}.plan.json"
         rows = plan.rows(data)
@@ -80,10 +83,54 @@ def fit_attributes(
             continue
         plan_file.unlink(missing_ok=True)
         used = {**settings, **(lm_settings if plan.uses_lm else {})}
+        if plan.uses_lm and plan.by is None and plan.samples:
+            used["samples"] = teacher.teach(plan, rows)
         for attribute in _fit(name, plan, rows, tokenizer, used):
             store.add(attribute)
         _io.write_json(plan_file, inputs)
     return store
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """Samples texts of the LM, and scores them by classifiers of the attributes' texts."""
+
+    lm: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    hmm: HMM
+    suite: Suite
+    data: Path
+    file: Path
+
+    def teach(self, plan: AttributePlan, rows: Sequence[Row]) -> tuple[Texts, list[float]] | None:
+        """Return samples and their scores; None if the attribute's texts are too few for it."""
+        texts, scores = (
+            [row[plan.text] for row in rows],
+            [_planned_score(row, plan) for row in rows],
+        )
+        teacher = Classifiers.fit(self.lm, self.tokenizer, texts, scores).teacher
+        return None if teacher is None else self._samples(plan.samples).scored(teacher)
+
+    def _samples(self, count: int) -> TeachingSamples:
+        return TeachingSamples.draw(
+            self.lm,
+            self.tokenizer,
+            self.file,
+            prompts=self._prompts(),
+            ends=self.hmm.config.eos_token_ids,
+            count=count,
+        )
+
+    def _prompts(self) -> list[Prompt]:
+        """Return the prompts for calibration; without any, the LM writes openings."""
+        table, template = self.suite.calibration, self.suite.template
+        if table is None:
+            return []
+        texts = [
+            fill_template(template, {**row, "prompt": row[table.text]})
+            for row in table.rows(self.data)
+        ]
+        return [as_messages(text, None) if self.suite.chat else text for text in texts]
 
 
 def rows_identity(rows: Sequence[Row]) -> str:

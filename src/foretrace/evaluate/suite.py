@@ -14,6 +14,7 @@ from zlib import crc32
 from foretrace import _tabular
 from foretrace.attribute import group_terms
 from foretrace.attribute.fitting.words import GROUPS
+from foretrace.engines.transformers.samples import NUM_TEXTS
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate import metrics
 from foretrace.lookahead.levels import BUDGETS, DEFAULT_LEVEL
@@ -108,7 +109,9 @@ class AttributePlan(Table):
         objective: The objective of the fit. `FitConfig` has the defaults of both.
         keep: A list of words that must not decide, or "groups": terms for groups of people.
         terms: The maximal number of terms of the mixture.
-        uses_lm: Whether the fit uses the token frequencies of the HMM and the embeddings of the LM.
+        uses_lm: Whether the fit uses the HMM's token frequencies, the LM's embeddings and samples.
+        samples: The number of samples of the LM that evidence is also fitted to, if there is one
+            score per text. They continue the prompts for calibration.
     """
 
     score: str | None = None
@@ -121,6 +124,7 @@ class AttributePlan(Table):
     keep: str | Sequence[str] = ()
     terms: int = 1
     uses_lm: bool = True
+    samples: int = NUM_TEXTS
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) and self.keep != GROUPS:

@@ -123,6 +123,35 @@ def test_labels_share_rewards_by_embeddings() -> None:
     assert rank[1] > rank[0]
 
 
+def test_samples_add_their_rewards_at_equal_price() -> None:
+    texts, log_odds = texts_with_log_odds(2000)
+    frequencies = torch.full((VOCAB,), 1 / VOCAB)
+    only_in_samples = 7
+    scores = log_odds.sigmoid().tolist()
+    samples = [[only_in_samples, 8, 9], [8, 9, 10]] * 100
+    known = {"vocab_size": VOCAB, "config": LOOSE, "frequencies": frequencies}
+    plain, taught = (
+        Attribute.fit(texts, scores, samples=given, **known)
+        for given in (None, (samples, [0.9, 0.1] * 100))
+    )
+    before, after = fitted_rewards(plain), fitted_rewards(taught)
+    assert before[only_in_samples] == 0
+    scale = after[0] / before[0]  # fitted anew
+    added = after / scale - before
+    assert added[only_in_samples] > 1
+    assert float(added.var()) == pytest.approx(float(before.var()), rel=0.01)
+    assert taught.config.fit["samples"] == 200
+    probabilities = taught.probability(texts).mean()
+    assert float(probabilities) == pytest.approx(float(np.mean(scores)), abs=0.02)
+
+
+def test_samples_need_frequencies() -> None:
+    with pytest.raises(InvalidInputError, match="frequencies"):
+        Attribute.fit(
+            [[0], [1]] * 30, [0.0, 1.0] * 30, vocab_size=VOCAB, samples=([[0], [1]], [0.1, 0.9])
+        )
+
+
 @pytest.mark.parametrize("embeddings", [torch.zeros(3), torch.full((VOCAB, 2), float("nan"))])
 def test_embeddings_that_are_no_finite_matrix_are_refused(embeddings: torch.Tensor) -> None:
     with pytest.raises(InvalidInputError, match="Embeddings must be finite"):

@@ -8,7 +8,13 @@ import numpy as np
 from foretrace.attribute.fitting.candidate import Candidate, FitConfig
 from foretrace.attribute.fitting.examples import Array, Examples
 from foretrace.attribute.fitting.products import MIN_AUC_GAIN, fit_products
-from foretrace.attribute.fitting.rewards import NOTHING, LMTokens, fit_evidence, fit_labels
+from foretrace.attribute.fitting.rewards import (
+    NOTHING,
+    LMData,
+    add_samples,
+    fit_evidence,
+    fit_labels,
+)
 from foretrace.errors import InvalidInputError
 
 MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
@@ -16,9 +22,9 @@ PRODUCT_ONLY = "Chose a product: several terms apply to products only."
 
 
 def fit_scores(
-    examples: Examples, held_out: Examples, config: FitConfig, lm: LMTokens = NOTHING
+    examples: Examples, held_out: Examples, config: FitConfig, lm: LMData = NOTHING
 ) -> Candidate:
-    """Fit to scores, by the objective of the config. `lm` is what is known of the LM's tokens."""
+    """Fit to scores, by the objective of the config. `lm` is what is known of the LM."""
     if float(np.ptp(examples.scores)) == 0:
         raise InvalidInputError(
             f"All {len(examples)} scores are equal, so nothing can be fitted. Add texts with the "
@@ -26,7 +32,8 @@ def fit_scores(
         )
     examples, held_out = (split.without(config.keep) for split in (examples, held_out))
     if config.objective == "evidence":
-        return fit_evidence(examples, held_out, config, lm)
+        alone = fit_evidence(examples, held_out, config, lm)
+        return add_samples(alone, examples, held_out, config, lm)
     if config.objective != "auto":
         return fit_products(examples, held_out, config)
     product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
@@ -38,7 +45,9 @@ def fit_scores(
     if product.auc is not None and evidence.auc is not None:
         # At equal AUC, evidence: products at the same price make long texts repeat themselves.
         use_evidence = product.auc <= evidence.auc + MIN_AUC_GAIN
-    chosen = evidence if use_evidence else product
+    chosen = product
+    if use_evidence:
+        chosen = add_samples(evidence, examples, held_out, settings, lm)
     return chosen.with_facts(
         auc_product=product.auc,
         auc_evidence=evidence.auc,
@@ -51,7 +60,7 @@ def fit_each_label(
     held_out: Examples,
     num_labels: int,
     config: FitConfig,
-    lm: LMTokens = NOTHING,
+    lm: LMData = NOTHING,
 ) -> Iterator[Candidate]:
     """Fit one classifier per label. The number of a text's label is its stratum.
 

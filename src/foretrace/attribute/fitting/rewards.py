@@ -13,6 +13,10 @@ often and that decide little, such as punctuation and function words.
 The embeddings of tokens in the language model's head, if they are given, let similar tokens share a
 reward: v(x) = w(x) + l . e(x), with w for what is particular to a token. Tokens that no text
 contains have a reward, too. The two parts pay the price by themselves.
+
+Texts that the language model wrote itself, if they are given with scores, are fitted in the same
+way. They have the words that steering chooses among, and there may be many, because a classifier of
+whole texts can score them. The two rewards of a token are added, at equal price.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,11 +50,12 @@ LEAST_VARIANCE = 3e-3  # of embeddings under the LM, added to each direction
 LEAST_FREQUENCY = 1e-6  # tokens that are rarer, and in no text, have almost no reward
 
 
-class LMTokens(NamedTuple):
-    """What is known of a language model's V tokens: how often it writes them, and embeddings."""
+class LMData(NamedTuple):
+    """What is known of a language model with V tokens."""
 
-    frequencies: Array | None = None  # (V,)
+    frequencies: Array | None = None  # (V,): how often it writes each token
     embeddings: NDArray[np.float32] | None = None  # (V, k)
+    samples: Examples | None = None  # texts that it wrote, with scores
 
     @property
     def facts(self) -> dict[str, bool]:
@@ -59,6 +64,12 @@ class LMTokens(NamedTuple):
             "price_aware": self.frequencies is not None,
             "embeddings": self.embeddings is not None,
         }
+
+    def price(self, rewards: Array) -> float:
+        """Return twice the price of rewards (V,) at strength 1: their variance under the LM."""
+        assert self.frequencies is not None
+        weights = self.frequencies / self.frequencies.sum()
+        return float(weights @ (rewards - weights @ rewards) ** 2)
 
     def whitened(self, counts: csr_array, keep: Sequence[int]) -> NDArray[np.float32] | None:
         """Return embeddings with a second moment of 1 under the LM, and 0 for tokens to keep.
@@ -79,11 +90,11 @@ class LMTokens(NamedTuple):
         return np.asarray(values @ (directions / np.sqrt(variances)), dtype=np.float32)
 
 
-NOTHING = LMTokens()
+NOTHING = LMData()
 
 
 def fit_evidence(
-    examples: Examples, held_out: Examples, config: FitConfig, lm: LMTokens = NOTHING
+    examples: Examples, held_out: Examples, config: FitConfig, lm: LMData = NOTHING
 ) -> Candidate:
     """Fit evidence to scores by logistic regression on token presence."""
     transform = config.transform or LogitAffine()
@@ -95,12 +106,44 @@ def fit_evidence(
     return candidate.with_facts(**lm.facts)
 
 
+def add_samples(
+    candidate: Candidate, examples: Examples, held_out: Examples, config: FitConfig, lm: LMData
+) -> Candidate:
+    """Add the rewards that the LM's own texts give, at equal price; fit scale and bias to texts."""
+    if lm.samples is None:
+        return candidate
+    samples = lm.samples.without(config.keep)
+    design = Design.of(samples.counts, config, lm)
+    (other,) = design.evidence(logistic(design, samples.scores, config.penalty))
+    own, added = (_table(one, examples.counts.shape[1]) for one in (*candidate.evidence, other))
+    prices = lm.price(own), lm.price(added)
+    if not all(prices):
+        return candidate
+    rewards = own + np.sqrt(prices[0] / prices[1]) * added
+    sums = _presence(examples.counts) @ rewards
+    transform = config.transform or LogitAffine()
+    scale = logistic(Design.of_sums(sums[:, None]), targets(examples, transform), config.penalty)
+    rewards *= scale.coefficients[0, 0]
+    share = None if lm.embeddings is None else MIN_SHARE
+    evidence = _evidence(float(scale.biases[0]), np.arange(len(rewards)), rewards, share)
+    predicted = _predict(evidence, held_out.counts)
+    taught = make_candidate(evidence, predicted, transform, examples, held_out, config)
+    return taught.with_facts(**lm.facts, samples=len(samples), auc_without_samples=candidate.auc)
+
+
+def _table(evidence: Evidence, vocab_size: int) -> Array:
+    """Return the reward of every token, (V,)."""
+    table = np.zeros(vocab_size)
+    table[evidence.tokens.numpy()] = evidence.rewards.numpy()
+    return table
+
+
 def fit_labels(
     examples: Examples,
     held_out: Examples,
     num_labels: int,
     config: FitConfig,
-    lm: LMTokens = NOTHING,
+    lm: LMData = NOTHING,
 ) -> list[Candidate]:
     """Fit one evidence per label, all labels against each other.
 
@@ -164,7 +207,7 @@ class Design:
     shrinkage: Array
 
     @classmethod
-    def of(cls, counts: csr_array, config: FitConfig, lm: LMTokens) -> "Design":
+    def of(cls, counts: csr_array, config: FitConfig, lm: LMData) -> "Design":
         """Make the design of texts."""
         texts = np.bincount(counts.indices, minlength=counts.shape[1])
         tokens = np.flatnonzero(texts >= config.min_texts)
@@ -181,6 +224,13 @@ class Design:
         sums = everything.astype(np.float32) @ embeddings
         prices = np.append(prices, np.full(embeddings.shape[1], PRICE_WEIGHT))
         return cls(tokens, everything[:, tokens], embeddings, sums, prices, shrinkage)
+
+    @classmethod
+    def of_sums(cls, sums: NDArray[np.floating[Any]]) -> "Design":
+        """Make a design of given columns (n, k), without tokens and prices."""
+        none, count = np.zeros((0, sums.shape[1]), dtype=np.float32), np.zeros(0)
+        presence = csr_array((len(sums), 0))
+        return cls(count.astype(int), presence, none, sums, np.zeros(sums.shape[1]), count)
 
     @property
     def word_precision(self) -> float:

@@ -127,6 +127,9 @@ def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
         ([0], [0.0])
     """
     total = logits.logsumexp(-1, keepdim=True)
+    if top_p >= 1:
+        chosen = torch.multinomial((logits - total).exp(), 1)
+        return chosen[:, 0], (logits - total).gather(1, chosen)[:, 0]
     top, tokens = logits.topk(min(TOP_K, logits.shape[1]))
     drawn = _draw_sorted(top, tokens, total, top_p)
     wide = (top - total).exp().sum(-1) < top_p

@@ -127,7 +127,10 @@ class TextClassifier:
         Returns:
             The probabilities.
         """
-        states = mean_states(self.lm, self.tokenizer, texts, on_progress)
+        return self.score_states(mean_states(self.lm, self.tokenizer, texts, on_progress))
+
+    def score_states(self, states: Floats) -> list[float]:
+        """Return the probability of texts whose mean hidden states (n, d) are known."""
         probabilities: list[float] = self.regression.predict_proba(states)[:, 1].tolist()
         return probabilities
 

@@ -47,6 +47,8 @@ class LMWriter:
             plain text with two examples, and the answer ends at the end of its line.
         name: The name of the model.
         ends: Tokens that end a text, besides the model's own.
+        max_new_tokens: Tokens of a text at most.
+        top_p: The probability of the nucleus to sample from.
 
     Example:
         >>> from foretrace.engines.transformers.writer import LMWriter
@@ -59,6 +61,8 @@ class LMWriter:
     tokenizer: "PreTrainedTokenizerBase"
     name: str
     ends: Sequence[int] = ()
+    max_new_tokens: int = MAX_NEW_TOKENS
+    top_p: float = TOP_P
 
     def write(
         self, prompts: Sequence[Prompt], opposites: Sequence[Prompt] | None, seed: int
@@ -83,7 +87,12 @@ class LMWriter:
         if self.tokenizer.chat_template:
             ends += turn_ends(self.tokenizer, prompts)
         sampler = _GuidedSampler(
-            self.model, ends, MAX_NEW_TOKENS, TOP_P, others if opposites else None, copies
+            self.model,
+            ends,
+            self.max_new_tokens,
+            self.top_p,
+            others if opposites else None,
+            copies,
         )
         torch.manual_seed(seed)
         drawn = sampler.draw(encoded, copies)
