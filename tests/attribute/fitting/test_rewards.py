@@ -129,9 +129,15 @@ def test_samples_add_their_rewards_at_equal_price() -> None:
     only_in_samples = 7
     scores = log_odds.sigmoid().tolist()
     samples = [[only_in_samples, 8, 9], [8, 9, 10]] * 100
-    known = {"vocab_size": VOCAB, "config": LOOSE, "frequencies": frequencies}
     plain, taught = (
-        Attribute.fit(texts, scores, samples=given, **known)
+        Attribute.fit(
+            texts,
+            scores,
+            vocab_size=VOCAB,
+            config=LOOSE,
+            frequencies=frequencies,
+            samples=given,
+        )
         for given in (None, (samples, [0.9, 0.1] * 100))
     )
     before, after = fitted_rewards(plain), fitted_rewards(taught)

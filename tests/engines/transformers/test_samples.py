@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from transformers import PreTrainedModel
 
+from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.samples import (
     NUM_TOKENS,
     Classifiers,
@@ -51,16 +52,13 @@ def test_an_interrupted_call_continues(model: PreTrainedModel, tmp_path: Path) -
 def test_teacher_and_judge_have_no_text_in_common(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foretrace.engines.transformers import samples
-
     halves = []
-    fit_judge = samples.fit_judge
 
     def record(lm: PreTrainedModel, tokenizer: object, texts: list[str], *rest: object) -> object:
         halves.append(set(texts))
         return fit_judge(lm, tokenizer, texts, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(samples, "fit_judge", record)
+    monkeypatch.setattr("foretrace.engines.transformers.samples.fit_judge", record)
     texts, scores = two_sides(200)
     texts, scores = texts * 2, scores * 2  # every text has a duplicate
     teacher, judge = Classifiers.fit(model, TOKENIZER, texts, scores)
