@@ -59,7 +59,7 @@ def main() -> None:
 
     @cache
     def contains(operand: Contains) -> ft.Attribute:
-        return token_bytes.contains(operand.texts)
+        return token_bytes.contains(operand)
 
     @cache
     def price(expression: str, level: str = "medium") -> float:

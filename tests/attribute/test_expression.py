@@ -71,11 +71,48 @@ def test_contains_is_an_operand() -> None:
         found.build(known)
 
 
+def test_options_of_contains() -> None:
+    text = (
+        'contains("a", "b", ignore_case=True, whole_word = true) & ~contains("c",whole_word=False)'
+    )
+    first, second = parse(text).contains
+    assert first == Contains(("a", "b"), whole_word=True, ignore_case=True)
+    assert second == Contains(("c",))
+    assert parse(str(first)).contains == (first,)
+    assert parse(text).normalized().contains == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("required", "forbidden", "expected"),
+    [
+        (Contains(("refund",)), Contains(("fund",)), True),
+        (Contains(("refund", "money")), Contains(("fund",)), False),
+        (Contains(("refund", "funds")), Contains(("x", "fund")), True),
+        (Contains(("Refund",)), Contains(("refund",)), False),
+        (Contains(("Refund",)), Contains(("refund",), ignore_case=True), True),
+        (Contains(("refund",), ignore_case=True), Contains(("refund",)), False),
+        (Contains(("refund",), ignore_case=True), Contains(("FUND",), ignore_case=True), True),
+        (Contains(("a refund now",)), Contains(("refund",), whole_word=True), True),
+        (Contains(("refund",)), Contains(("refund",), whole_word=True), False),
+        (Contains(("refund",), whole_word=True), Contains(("refund",), whole_word=True), True),
+        (Contains(("refunds",), whole_word=True), Contains(("refund",), whole_word=True), False),
+    ],
+)
+def test_required_text_contradicts_forbidden_text(
+    required: Contains, forbidden: Contains, expected: bool
+) -> None:
+    assert required.contradicts(forbidden) is expected
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "  ",
+        'contains("a", whole_word)',
+        'contains("a", whole_word=1)',
+        'contains("a", case=True)',
+        'contains(whole_word=True, "a")',
         "a b",
         "a &",
         "& a",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretrace.attribute import Attribute
+from foretrace.attribute.substring import byte_automaton
 from foretrace.errors import InvalidInputError
 
 SPELLED = [b"", b"a", b"b", b"ab", b"ba", b" a", b"bab", "é".encode()[:1], "é".encode()[1:]]
@@ -29,6 +30,79 @@ def test_a_substring_is_found_however_the_text_is_tokenized(wanted: list[str]) -
     found = attribute.probability(torch.tensor(ids))
     expected = [any(contained(sequence, text) for text in wanted) for sequence in ids]
     assert found.tolist() == [float(value) for value in expected]
+
+
+def is_word(character: str) -> bool:
+    """Tell whether a character is part of a word, by the documented rule."""
+    if character.isascii():
+        return character.isalnum() or character == "_"
+    return character.encode()[0] not in (0xC2, 0xE2, 0xF0)
+
+
+def has_part(text: str, wanted: str, whole_word: bool, ignore_case: bool) -> bool:
+    """Compare all parts of a text with a string."""
+    for begin, end in itertools.combinations(range(len(text) + 1), 2):
+        part = text[begin:end]
+        same = part.casefold() == wanted.casefold() if ignore_case else part == wanted
+        around = text[begin - 1 : begin] + text[end : end + 1]
+        if same and not (whole_word and any(map(is_word, around))):
+            return True
+    return False
+
+
+CHARACTERS = "aAsSß_1 .é—漢"
+SPLIT = [bytes([byte]) for byte in range(256)]  # a token for each byte
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.text(CHARACTERS, min_size=1, max_size=3), min_size=1, max_size=2),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.text(CHARACTERS, max_size=6), min_size=20, max_size=20),
+)
+def test_whole_words_and_any_case(
+    wanted: list[str], whole_word: bool, ignore_case: bool, written: list[str]
+) -> None:
+    attribute = Attribute.contains(wanted, SPLIT, whole_word=whole_word, ignore_case=ignore_case)
+    written += [
+        f"{one}{wanted[0].swapcase()}{other}" for one in ("", " ", "a", "—") for other in "a."
+    ]
+    ids = [list(text.encode()) for text in written]
+    expected = [
+        any(has_part(text, one, whole_word, ignore_case) for one in wanted) for text in written
+    ]
+    assert attribute.probability(ids).tolist() == [float(value) for value in expected]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "not_found"),
+    [
+        ("straße", ["STRASSE", "Straße", "straẞe"], ["strase"]),
+        ("STRASSE", ["straße"], ["straeße"]),
+        ("kelvin", ["\N{KELVIN SIGN}elvin"], ["elvin"]),
+        ("ÄRGER", ["ärger", "Ärger"], ["arger"]),
+        (
+            "\u03a3\u0391\u03a3",
+            ["\u03c3\u03b1\u03c2"],
+            ["\u03c3\u03b1"],
+        ),  # Greek, with a final sigma
+        ("𐐀", ["𐐨"], ["𐐩"]),
+        ("\U00020000", ["\U00020000"], ["\U00020001"]),
+    ],
+)
+def test_case_folding(wanted: str, found: list[str], not_found: list[str]) -> None:
+    automaton = byte_automaton([wanted], ignore_case=True)
+    assert all(automaton.accepts(f"x{text}y") for text in found)
+    assert not any(automaton.accepts(f"x{text}y") for text in not_found)
+
+
+def test_a_word_at_the_end_may_go_on() -> None:
+    """A text that ends in the word has it, and one more letter takes it back."""
+    spelled = [b"re", b"fund", b"ed", b"."]
+    word = Attribute.contains("refund", spelled, whole_word=True)
+    ids = [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 2], [0, 1, 2, 3, 0, 1]]
+    assert word.probability(ids).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
 @settings(deadline=None, max_examples=40)

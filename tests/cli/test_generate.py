@@ -240,6 +240,12 @@ def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_
         ),
         (["--prompt", "w1", "--compare"], 2, "--compare needs a --goal, which is missing"),
         (["--prompt", "w1", "--window", "4"], 2, "--window needs a --goal, which is missing"),
+        (["--goal", "odd", "--prompt", "w1", "--ignore-case"], 2, "which are missing"),
+        (
+            ["--must-contain", "W9", "--must-not-contain", "w9", "--ignore-case", "--prompt", "w1"],
+            1,
+            'contains("W9", ignore_case=True) and ~contains("w9", ignore_case=True)',
+        ),
         (["--goal", "odd", "--prompts", "no.jsonl"], 1, "There is no file"),
         (["--goal", "odd", "--prompt", "w1", "--attributes", "."], 1, "There are no attributes in"),
         (["--goal", "odd", "--prompt", "w1", "--dtype", "float3"], 1, "cannot be loaded"),

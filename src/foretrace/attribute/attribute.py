@@ -322,18 +322,22 @@ class Attribute:
         texts: str | Sequence[str],
         spelled: Sequence[bytes],
         *,
+        whole_word: bool = False,
+        ignore_case: bool = False,
         name: str | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> Self:
         """Make the attribute that a text contains one of these substrings.
 
-        Its probability is 1 or 0. Substrings are found anywhere, also within words, and with any
-        split of the text into tokens. The prompt does not count. `foretrace.contains` does the same
-        for a tokenizer.
+        Its probability is 1 or 0. Substrings are found with any split of the text into tokens. The
+        prompt does not count. `foretrace.contains` does the same for a tokenizer.
 
         Args:
             texts: The substring, or several of them.
             spelled: The bytes of each token; empty for control tokens.
+            whole_word: Whether a substring counts only if no letter, digit or underscore is next to
+                it. If not, it is also found within words.
+            ignore_case: Whether small and capital letters are the same, by Unicode's case folding.
             name: The name of the attribute. By default, the quoted substrings.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.
 
@@ -349,7 +353,9 @@ class Attribute:
             tensor([1., 0.], dtype=torch.float64)
         """
         substrings = [texts] if isinstance(texts, str) else list(texts)
-        dfa, accepting = substring_dfa(substrings, spelled)
+        dfa, accepting = substring_dfa(
+            substrings, spelled, whole_word=whole_word, ignore_case=ignore_case
+        )
         one = Terms.one()
         terms = replace(one, automaton=WeightedAutomaton(dfa, accepting.double()[None]))
         if not bool(accepting.any()):

@@ -3,17 +3,20 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self, TypeVar
 
+from foretrace.attribute.substring import ByteAutomaton, byte_automaton
 from foretrace.errors import InvalidInputError, UnknownNameError
 
 STRING = r'"(?:[^"\\]|\\.)*"'
 WORD = r"[^\W\d][\w.-]*"
+OPTION = r"(?:whole_word|ignore_case)\s*=\s*(?i:true|false)"
 TOKEN = re.compile(
-    rf"\s*(?:(?:contains|mentions)\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)\)"
+    rf"\s*(?:(?:contains|mentions)\s*\((?P<texts>\s*{STRING}(?:\s*,\s*{STRING})*\s*)"
+    rf"(?P<options>(?:,\s*{OPTION}\s*)*)\)"
     rf'|(?P<name>{WORD})|"(?P<quoted>[^"]+)"|(?P<symbol>[~&|()]))'
 )
 MAX_LENGTH = 10_000  # characters; bounds the time to parse
@@ -55,12 +58,39 @@ class Contains:
 
     Attributes:
         texts: The substrings.
+        whole_word: Whether no letter, digit or underscore may be next to a substring.
+        ignore_case: Whether small and capital letters are the same.
     """
 
     texts: tuple[str, ...]
+    whole_word: bool = False
+    ignore_case: bool = False
 
     def __str__(self) -> str:
-        return f"contains({', '.join(map(json.dumps, self.texts))})"
+        options = [name for name in ("whole_word", "ignore_case") if getattr(self, name)]
+        values = [*map(json.dumps, self.texts), *(f"{name}=True" for name in options)]
+        return f"contains({', '.join(values)})"
+
+    @property
+    def automaton(self) -> ByteAutomaton:
+        """Build the automaton that finds the substrings in bytes."""
+        return byte_automaton(self.texts, whole_word=self.whole_word, ignore_case=self.ignore_case)
+
+    @property
+    def num_states(self) -> int:
+        """Return how many states an automaton over tokens has at most."""
+        return len(self.automaton.table)
+
+    def contradicts(self, forbidden: "Contains") -> bool:
+        """Return whether every text with one of the substrings has a forbidden one, too."""
+        automaton = forbidden.automaton
+        around = ("",) if self.whole_word else ("x", "y")  # what may be next to a substring
+        return all(
+            automaton.accepts(f"{other}{one}{other}")
+            for text in self.texts
+            for one in ({text, text.lower(), text.upper()} if self.ignore_case else {text})
+            for other in around
+        )
 
 
 Steps = tuple[str | Operator | Contains, ...]
@@ -102,7 +132,7 @@ class Expression:
         Args:
             attributes: The attribute of each name.
             contains: Returns the attribute of a `contains(...)` operand, such as
-                `lambda operand: foretrace.contains(operand.texts, tokenizer)`.
+                `TokenBytes.of(tokenizer).contains`.
 
         Returns:
             The combined attribute.
@@ -233,7 +263,7 @@ class _Chain(NamedTuple):
 
 def _leaf(step: str | Contains) -> _Node:
     if isinstance(step, Contains):
-        step = Contains(tuple(sorted(set(step.texts))))
+        step = replace(step, texts=tuple(sorted(set(step.texts))))
     return _Node((step,), _leaf_text(step), isinstance(step, str))
 
 
@@ -278,7 +308,7 @@ def parse(text: str) -> Expression:
 
     Names are words (`nontoxic`, `user-17`) or are in double quotes (`"Twilight Sparkle"`).
     `contains("refund", "money back")` means that the text contains one of these substrings. They
-    are written as in JSON.
+    are written as in JSON. `whole_word=True` and `ignore_case=True` may follow them.
 
     Args:
         text: The expression.
@@ -370,8 +400,10 @@ class _Parser:
     def _operand(self, match: re.Match[str], token: str) -> str | Contains:
         if match["texts"] is None:
             return match["name"] or match["quoted"]
+        options = re.findall(r"(\w+)\s*=\s*(\w+)", match["options"])
+        flags = {name: value.lower() == "true" for name, value in options}
         try:
-            return Contains(tuple(json.loads(f"[{match['texts']}]")))
+            return Contains(tuple(json.loads(f"[{match['texts']}]")), **flags)
         except ValueError:
             raise self._malformed(f"the strings of {token} are not valid JSON") from None
 

@@ -34,6 +34,8 @@ def generate(
     goal: Annotated[list[str] | None, goal_options.GOAL] = None,
     must_contain: goal_options.MustContain = None,
     must_not_contain: goal_options.MustNotContain = None,
+    whole_words: goal_options.WholeWords = False,
+    ignore_case: goal_options.IgnoreCase = False,
     prompt: Annotated[
         list[str] | None, goal_options.PromptOption(help="A prompt; repeatable.")
     ] = None,
@@ -95,7 +97,14 @@ def generate(
     if column is not None and prompts is None:
         raise typer.BadParameter("--column is an option of --prompts, which is missing.")
     texts = [*(prompt or []), *(read_prompts(prompts, column) if prompts else [])]
-    has_goals = bool(goal or must_contain or must_not_contain)
+    has_texts = bool(must_contain or must_not_contain)
+    for option, given in (("--whole-words", whole_words), ("--ignore-case", ignore_case)):
+        if given and not has_texts:
+            raise typer.BadParameter(
+                f"{option} is an option of --must-contain and --must-not-contain, which are "
+                f"missing. In a goal, write contains(..., whole_word=True, ignore_case=True)."
+            )
+    has_goals = bool(goal) or has_texts
     if not has_goals:
         needs_goal = {
             "--level": level,
@@ -138,6 +147,8 @@ def generate(
             horizon,
             must_contain,
             must_not_contain,
+            whole_words=whole_words,
+            ignore_case=ignore_case,
             build_probe=build_probe if probe is None else partial(Probe.load, probe),
             after=after,
             window=window,

@@ -59,6 +59,16 @@ MustNotContain = Annotated[
     list[str] | None,
     GoalOption(metavar="TEXT", help="A text that must not occur in the continuation; repeatable."),
 ]
+WholeWords = Annotated[
+    bool,
+    GoalOption(
+        "--whole-words",
+        help="Find these texts only where no letter, digit or underscore is next to them.",
+    ),
+]
+IgnoreCase = Annotated[
+    bool, GoalOption("--ignore-case", help="Find these texts in small and capital letters.")
+]
 
 Attributes = Annotated[Path, GoalOption(help="The folder of attribute files.")]
 ProbeFile = Annotated[
@@ -297,6 +307,8 @@ def load_goals(
     must_contain: list[str] | None = None,
     must_not_contain: list[str] | None = None,
     *,
+    whole_words: bool = False,
+    ignore_case: bool = False,
     build_probe: BuildProbe,
     after: str | None = None,
     window: str | None = None,
@@ -312,7 +324,7 @@ def load_goals(
 
     @cache
     def contains(operand: "Contains") -> "Attribute":
-        return token_bytes(tokenizer).contains(operand.texts)
+        return token_bytes(tokenizer).contains(operand)
 
     options: dict[str, Any] = {"neutral_end": settings.neutral_end}
     if after is not None:
@@ -325,8 +337,10 @@ def load_goals(
     texts: dict[str, Any] = {
         "must_contain": must_contain or (),
         "must_not_contain": must_not_contain or (),
+        "whole_words": whole_words,
+        "ignore_case": ignore_case,
     }
-    has_texts = any(texts.values())
+    has_texts = bool(must_contain or must_not_contain)
     if has_texts:
         # With a short horizon, steering would push a required text to occur too early.
         horizon = max(horizon, MIN_CONSTRAINT_HORIZON)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
 from foretrace.attribute import Attribute
+from foretrace.attribute.expression import Contains
 from foretrace.errors import InvalidInputError
 from foretrace.steering.markers import Marker
 from foretrace.vocabulary import fingerprint
@@ -40,10 +41,15 @@ class TokenBytes:
         special = {index: token.content.encode() for index, token in added if token.special}
         return cls(decode_vocabulary(tokenizer), fingerprint(tokenizer.get_vocab()), special)
 
-    def contains(self, texts: str | Sequence[str]) -> Attribute:
-        """Return the attribute that a text contains one of these strings."""
-        known = self.tokenizer_fingerprint
-        return Attribute.contains(texts, self.tokens, tokenizer_fingerprint=known)
+    def contains(self, operand: Contains) -> Attribute:
+        """Return the attribute of a `contains(...)` operand."""
+        return Attribute.contains(
+            operand.texts,
+            self.tokens,
+            whole_word=operand.whole_word,
+            ignore_case=operand.ignore_case,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+        )
 
     def marker(self, text: str) -> Marker:
         """Return the marker of a string, which may be or contain special tokens."""
@@ -59,15 +65,23 @@ class TokenBytes:
         return crc32(b"\0".join(self.tokens))
 
 
-def contains(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Attribute:
+def contains(
+    texts: str | Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    whole_word: bool = False,
+    ignore_case: bool = False,
+) -> Attribute:
     """Return the attribute that a text contains a string, or one of several.
 
-    Its probability is 1 or 0. Case matters, and a string is also found within words. It combines
-    with other attributes by `&`, `|` and `~`.
+    Its probability is 1 or 0. It combines with other attributes by `&`, `|` and `~`.
 
     Args:
         texts: One string, or several of which any may occur.
         tokenizer: The LM's tokenizer.
+        whole_word: Whether a string counts only if no letter, digit or underscore is next to it. If
+            not, it is also found within words.
+        ignore_case: Whether small and capital letters are the same, by Unicode's case folding.
 
     Returns:
         An attribute.
@@ -82,7 +96,8 @@ def contains(texts: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase") -
         >>> refund.probability(ids).tolist()
         [1.0, 0.0]
     """
-    return TokenBytes.of(tokenizer).contains(texts)
+    strings = (texts,) if isinstance(texts, str) else tuple(texts)
+    return TokenBytes.of(tokenizer).contains(Contains(strings, whole_word, ignore_case))
 
 
 def marker(text: str, tokenizer: "PreTrainedTokenizerBase") -> Marker:

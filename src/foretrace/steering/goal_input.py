@@ -25,6 +25,10 @@ class GoalOptions(TypedDict, total=False):
     """Texts that must all occur."""
     must_not_contain: str | Sequence[str]
     """Texts of which none may occur."""
+    whole_words: bool
+    """Whether these texts count only where no letter, digit or underscore is next to them."""
+    ignore_case: bool
+    """Whether small and capital letters of these texts are the same."""
 
 
 class ReadGoal(NamedTuple):
@@ -44,6 +48,8 @@ def read_goal(
     strength: float | None = None,
     must_contain: str | Sequence[str] = (),
     must_not_contain: str | Sequence[str] = (),
+    whole_words: bool = False,
+    ignore_case: bool = False,
 ) -> ReadGoal:
     """Return the goals to compile for one text; none if nothing is wanted.
 
@@ -55,6 +61,8 @@ def read_goal(
         strength: See `GoalOptions`.
         must_contain: See `GoalOptions`.
         must_not_contain: See `GoalOptions`.
+        whole_words: See `GoalOptions`.
+        ignore_case: See `GoalOptions`.
 
     Raises:
         InvalidInputError: If the goal is not as described, or an attribute is missing.
@@ -84,6 +92,8 @@ def read_goal(
         level=level,
         must_contain=must,
         must_not_contain=must_not,
+        whole_words=whole_words,
+        ignore_case=ignore_case,
     )
     goals = [*described.goals(attributes, contains, **window), *own]
     return ReadGoal(goals, named | {name: attributes[name] for name in described.names})

@@ -66,8 +66,9 @@ class GoalText:
             **options: Further arguments of `Goal`.
 
         Raises:
-            InvalidInputError: If an attribute is missing.
+            InvalidInputError: If an attribute is missing, or a text must occur and must not.
         """
+        _require_no_contradiction(self.operands)
         built = [operand.expression.build(attributes, contains) for operand in self.operands]
         if not self.transform.is_identity:
             return [Goal(reduce(and_, built), 1.0, transform=self.transform, **options)]
@@ -85,6 +86,8 @@ def describe_goals(
     transforms: Sequence[LogitAffine] | None = None,
     must_contain: Sequence[str] = (),
     must_not_contain: Sequence[str] = (),
+    whole_words: bool = False,
+    ignore_case: bool = False,
 ) -> tuple[GoalText, ...]:
     """Combine expressions, and texts that must or must not occur, into goals.
 
@@ -96,6 +99,9 @@ def describe_goals(
             no expressions, the transform of the texts.
         must_contain: Texts that must all occur.
         must_not_contain: Texts of which none may occur.
+        whole_words: Whether these texts count only where no letter, digit or underscore is next to
+            them.
+        ignore_case: Whether small and capital letters of these texts are the same.
 
     Returns:
         One conjunction; with transforms, a goal for each expression and one for the texts.
@@ -106,7 +112,10 @@ def describe_goals(
     """
     required = None
     if must_contain or must_not_contain:
-        required = _constraint(list(dict.fromkeys(must_contain)), must_not_contain)
+        required = _constraint(
+            [Contains((text,), whole_words, ignore_case) for text in dict.fromkeys(must_contain)],
+            Contains(tuple(dict.fromkeys(must_not_contain)), whole_words, ignore_case),
+        )
     if not expressions and required is None:
         raise InvalidInputError("There is no goal. Name at least one attribute.")
     if transforms is not None:
@@ -133,17 +142,29 @@ def describe_goals(
     return (GoalText(_operands(weighted)),)
 
 
-def _constraint(must: Sequence[str], must_not: Sequence[str]) -> Expression:
-    """Return the expression that all of `must` occur and none of `must_not`."""
-    if both := [text for text in must if any(other in text for other in must_not)]:
-        raise InvalidInputError(
-            f"The goals contradict each other: {both[0]!r} must occur, and must not occur."
-        )
-    steps: list[str | Operator | Contains] = [Contains((text,)) for text in must]
-    if must_not:
-        steps += [Contains(tuple(dict.fromkeys(must_not))), Operator.NOT]
-    operands = len(must) + bool(must_not)
+def _constraint(must: Sequence[Contains], must_not: Contains) -> Expression:
+    """Return the expression that all of `must` occur and none of the texts of `must_not`."""
+    steps: list[str | Operator | Contains] = [*must]
+    if must_not.texts:
+        steps += [must_not, Operator.NOT]
+    operands = len(must) + bool(must_not.texts)
     return Expression((*steps, *[Operator.AND] * (operands - 1)))
+
+
+def _require_no_contradiction(operands: Sequence[WeightedExpression]) -> None:
+    """Raise if an operand requires a text that another one forbids."""
+    required: list[Contains] = []
+    forbidden: list[Contains] = []
+    for operand in operands:
+        first, *rest = operand.expression.steps
+        if isinstance(first, Contains) and rest in ([], [Operator.NOT]):
+            (forbidden if rest else required).append(first)
+    for one in required:
+        if both := [other for other in forbidden if one.contradicts(other)]:
+            raise InvalidInputError(
+                f"The goals contradict each other: {one} and ~{both[0]}. What must occur includes "
+                f"what must not. Change or remove one of them."
+            )
 
 
 def _operands(weighted: Sequence[WeightedExpression]) -> tuple[WeightedExpression, ...]:

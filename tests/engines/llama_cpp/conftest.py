@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from foretrace.attribute import AttributeStore
+from foretrace.attribute.expression import Contains
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.hmm import HMM
 from foretrace.steering import CompiledGoal, Compiler, Goal
@@ -38,12 +39,13 @@ def hmm() -> HMM:
 @pytest.fixture(scope="session")
 def goal_of(hmm: HMM, tokenizer: Any) -> Callable[[str], CompiledGoal]:
     """Goals by kind, as in `host_goals`, but of real attributes."""
-    attributes, token_bytes = AttributeStore(EXAMPLES / "attributes"), TokenBytes.of(tokenizer)
+    attributes = AttributeStore(EXAMPLES / "attributes")
+    lighthouse = TokenBytes.of(tokenizer).contains(Contains(("lighthouse",)))
     kinds = {
         "product": [attributes["nontoxic"]],
         "rewards": [attributes["positive"]],
         "two goals": [attributes["nontoxic"], attributes["political"]],
-        "required text": [attributes["positive"] & token_bytes.contains("lighthouse")],
+        "required text": [attributes["positive"] & lighthouse],
     }
 
     compiler = Compiler(hmm, 16)

@@ -1,5 +1,6 @@
 """The Steerer: goals in every form, prices, bare texts, chats and streams, on a tiny LM."""
 
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,22 @@ def test_required_and_forbidden_texts(
     assert "lighthouse" in result.text
     assert "a" not in before + after
     assert list(result.probabilities) == ([] if goal is None else ["light"])
+
+
+def test_words_in_any_case(steerer: Steerer) -> None:
+    result = steerer.generate(
+        "hello",
+        'contains("light", whole_word=True)',
+        must_contain="HOUSE",
+        must_not_contain=["Lighthouse", "e"],
+        whole_words=True,
+        ignore_case=True,
+        max_new_tokens=20,
+    )
+    assert re.search(r"\blight\b", result.text)
+    words = re.findall(r"\w+", result.text.lower())
+    assert "house" in words
+    assert not {"lighthouse", "e"} & set(words)
 
 
 def test_each_prompt_has_its_goal(steerer: Steerer) -> None:
@@ -171,6 +188,7 @@ def test_a_misspelt_name_gets_a_suggestion(tmp_path: Path, attributes: str) -> N
         ("early", {"level": "huge"}, "huge"),
         ("early", {"strength": -1.0}, "negate it"),
         (None, {"must_contain": "lighthouses", "max_new_tokens": 1}, "Raise the limit"),
+        ('contains("a")', {"must_not_contain": "A", "ignore_case": True}, "contradict each other"),
     ],
 )
 def test_errors_say_what_to_do(

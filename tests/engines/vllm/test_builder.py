@@ -244,7 +244,17 @@ def test_texts_alone_are_one_term_however_many(hmm: HMM, folder: Path) -> None:
 
 
 EXPRESSIONS = st.recursive(
-    st.sampled_from(["nontoxic", "formal", 'contains("ab")', 'contains("ba", "c")', "kind"]),
+    st.sampled_from(
+        [
+            "nontoxic",
+            "formal",
+            'contains("ab")',
+            'contains("ba", "c")',
+            'contains("ba", whole_word=True)',
+            'contains("Ks", "c", whole_word=True, ignore_case=True)',
+            "kind",
+        ]
+    ),
     lambda part: st.one_of(
         part.map(lambda a: f"~{a}"),
         st.tuples(part, st.sampled_from([" & ", " | "]), part).map(lambda abc: f"({''.join(abc)})"),
@@ -265,7 +275,7 @@ def test_bounds_are_not_below_the_sizes(expression: str) -> None:
     except InvalidInputError:
         return
     hmm = HMM.random(2, WORDS, eos_token_id=0, seed=0)
-    goals = params.goals[0].goals(loaded, lambda one: LETTERS.contains(one.texts))
+    goals = params.goals[0].goals(loaded, lambda one: LETTERS.contains(one))
     ((attribute, _),) = Compiler(hmm, HORIZON).merge(goals)
     assert len(attribute.terms) <= 16
     assert attribute.terms.num_states <= 64

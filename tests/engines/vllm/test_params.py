@@ -89,6 +89,9 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
     assert params == _read(goal='contains("a") & (contains("b") & ~contains("c"))', level="strong")
     (joined,) = _read(goal="x", strength=2, must_not_contain=["c", "d"]).goals
     assert _operands(joined) == [('~contains("c", "d")', 1.0), ("x", 2.0)]
+    loose = _read(must_contain="a", must_not_contain="b", whole_words=True, ignore_case="true")
+    options = "whole_word=True, ignore_case=True"
+    assert loose == _read(goal=f'contains("a", {options}) & ~contains("b", {options})')
     (several,) = _read(goal='contains("a")', must_contain="b").goals
     assert len(several.operands) == 2
 
@@ -135,6 +138,9 @@ def test_required_and_forbidden_texts_are_operands_of_strength_1() -> None:
         ({"goal": "a", "horizon": 2.5}, "whole number"),
         ({"goal": "a", "neutral_end": "perhaps"}, "true or false"),
         ({"goal": "a", "neutral_end": [1]}, "true or false"),
+        ({"must_contain": "a", "ignore_case": "perhaps"}, "ignore_case must be true or false"),
+        ({"goal": "a", "whole_words": 2}, "whole_words must be true or false"),
+        ({"ignore_case": True}, "ignore_case is given without a goal"),
         ({"after": "</think>"}, "after is given without a goal"),
         ({"goal": "a", "after": ""}, "after must be a text such as </think>"),
         ({"goal": "a", "after": 3}, "after must be a text"),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack, overload
 from torch import Tensor
 
 from foretrace.attribute import Attribute, AttributeStore
-from foretrace.attribute.expression import Contains
 from foretrace.chat import Messages, Prompt, is_chat
 from foretrace.context import Head, Probe
 from foretrace.engines.prompts import probabilities
@@ -357,14 +356,13 @@ class Steerer:
         return [self._target(one, options) for one in goal]
 
     def _target(self, goal: GoalInput, options: GoalOptions) -> _Target:
-        goals, named = read_goal(goal, self.attributes, self._contains, **options)
+        goals, named = read_goal(
+            goal, self.attributes, lambda operand: self._token_bytes.contains(operand), **options
+        )
         if self.compiler.probe is None and any(one.attribute.context is not None for one in goals):
             head = Head.of_model(self.model, self.tokenizer)
             self.compiler.probe = Probe.build(head, source=self.model.name_or_path)
         return _Target(self.compiler.compile(goals) if goals else None, named)
-
-    def _contains(self, operand: Contains) -> Attribute:
-        return self._token_bytes.contains(operand.texts)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
-from foretrace.attribute.expression import Contains, Operator
+from foretrace.attribute.expression import Operator
 from foretrace.context import Probe
 from foretrace.engines.token_bytes import TokenBytes
 from foretrace.engines.vllm.params import Admission, SteeringParams
@@ -141,7 +141,9 @@ class TableBuilder:
         attributes = {name: self._attribute(name) for name in goal.names}
         for one in attributes.values():
             require_probe(one, self.probe)
-        ((attribute, _),) = self._compiler.merge(goal.goals(attributes, self._contains))
+        ((attribute, _),) = self._compiler.merge(
+            goal.goals(attributes, lambda operand: self._token_bytes().contains(operand))
+        )
         self.store.add_lookahead(key, Lookahead(self.hmm, attribute, self.horizon))
         self.observe("build", perf_counter() - began)
 
@@ -217,9 +219,6 @@ class TableBuilder:
             raise InvalidInputError(
                 f"The attribute '{name}' cannot be used: its file is damaged, or of another LM."
             ) from error
-
-    def _contains(self, operand: Contains) -> Attribute:
-        return self._token_bytes().contains(operand.texts)
 
     def marker(self, text: str) -> Marker:
         """Return the marker of a text."""
@@ -377,8 +376,7 @@ def _bound_states(goal: GoalText, attributes: Mapping[str, Attribute]) -> int:
     }
     inner = {True: 0, False: 0}  # states within texts that are forbidden, or not
     for operand in goal.contains:
-        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in operand.texts]
-        inner[operand in forbidden] += sum(sizes) - len(sizes)
+        inner[operand in forbidden] += operand.num_states - 2  # the first and the last are shared
     subsets = 1 << sum(operand not in forbidden for operand in goal.contains)
     states = subsets * (1 + inner[True]) + subsets * inner[False] // 2
     states += any(operand in forbidden for operand in goal.contains)

@@ -17,6 +17,8 @@ KEYS = (
     "goal",
     "must_contain",
     "must_not_contain",
+    "whole_words",
+    "ignore_case",
     "strength",
     "level",
     "transform",
@@ -116,7 +118,8 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
         extra_args: `goal` is an expression or a list of expressions. `strength` is a number for all
             goals, or a list with one for each. `level` is a name. `transform` is a scale and a
             shift for all goals, or a list of them with one pair for each. `after` is a text, and
-            `window` is a number of tokens or a text.
+            `window` is a number of tokens or a text. `must_contain` and `must_not_contain` are
+            texts or lists of texts, and `whole_words` and `ignore_case` say how to find them.
 
     Returns:
         The parameters, or None if the request is not steered.
@@ -148,7 +151,7 @@ def parse(extra_args: Mapping[str, Any] | None) -> SteeringParams | None:
     return SteeringParams(
         goals,
         _horizon(args.get("horizon")),
-        _flag(args.get("neutral_end", True)),
+        _flag(args, "neutral_end", True),
         _marker("after", args["after"]) if "after" in args else None,
         _window(args["window"]) if "window" in args else None,
     )
@@ -197,6 +200,8 @@ def _goals(args: Mapping[str, Any], expressions: Sequence[Expression]) -> tuple[
         transforms=_transforms(args["transform"], count) if "transform" in args else None,
         must_contain=_texts(args, "must_contain"),
         must_not_contain=_texts(args, "must_not_contain"),
+        whole_words=_flag(args, "whole_words", False),
+        ignore_case=_flag(args, "ignore_case", False),
     )
 
 
@@ -323,9 +328,10 @@ def _window(value: Any) -> int | str:
     return int(number)
 
 
-def _flag(value: Any) -> bool:
+def _flag(args: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = args.get(key, default)
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if value in (0, 1) and not isinstance(value, str):
         return bool(value)
-    raise InvalidInputError(f"neutral_end must be true or false, not {str(value)[:40]!r}.")
+    raise InvalidInputError(f"{key} must be true or false, not {str(value)[:40]!r}.")
