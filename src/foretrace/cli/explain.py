@@ -1,9 +1,10 @@
 """`foretrace explain`: show why each token was chosen, as a table or as an HTML page."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from html import escape
 from importlib.resources import files
 from math import prod
@@ -176,12 +177,17 @@ def explain_tokens(
     candidates: int,
 ) -> TokenTable:
     """Explain each token after a prompt; `max_new_tokens` is the limit at generation."""
+    from foretrace.engines.token_bytes import decode_vocabulary
     from foretrace.engines.transformers import decode_after, stop_tokens
     from foretrace.engines.transformers.explain import explain
+
+    token_bytes = cache(partial(decode_vocabulary, tokenizer))
 
     @cache
     def token_text(token_id: int) -> str:
         text: str = decode_after(tokenizer, prompt_ids, [token_id])
+        if "\N{REPLACEMENT CHARACTER}" in text:  # a part of a character
+            return spell_bytes(token_bytes()[token_id])
         return text or str(tokenizer.decode([token_id]))  # special tokens add no text
 
     choices = explain(
@@ -197,6 +203,12 @@ def explain_tokens(
     pieces = split_text(lambda prefix: decode_after(tokenizer, prompt_ids, prefix), token_ids)
     relative = (index for index, goal in enumerate(goals.goals) if goal.attribute.evidence)
     return TokenTable(pieces, choices, token_text, frozenset(relative))
+
+
+def spell_bytes(content: bytes) -> str:
+    """Return the text of bytes; those that are no complete character appear as <0xE6>."""
+    escaped = content.decode("utf-8", "surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", escaped)
 
 
 def split_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:

@@ -15,11 +15,15 @@ INTRODUCTION = re.compile(
     r"|(?:sentence|text|answer|response|output)s?(?: \d+)?)\s*:\s*",
     re.IGNORECASE,
 )
-LIST_MARK = re.compile(r"(?:\d+[.)]|[-*\u2022])\s+")
+LIST_MARK = re.compile(r"(?:\d+[.)]|[-*\u2022])\s+|\d+\u3001")
 PLACEHOLDER = re.compile(r"\[[^\]]+\]|<[^>]+>")
 SENTENCE_END = re.compile(r"[.!?\u2026][\"')\]*\u2019\u201d]*(?=\s|$)|[\u3002\uff01\uff1f]")
-MARKS = '"\u201c\u201d\u201e\u00ab\u00bb*_`'  # quotation marks and Markdown around a text
-WORD = re.compile(r"\w+(?:'\w+)*")
+MARKS = '"\u201c\u201d\u201e\u00ab\u00bb\u300c\u300d*_`'  # quotation marks, Markdown
+# Thai, Japanese and Chinese have no spaces between words: each character counts as a word.
+UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+LETTER = rf"[^\W{UNSPACED}]"
+WORD = re.compile(rf"[{UNSPACED}]|{LETTER}+(?:'{LETTER}+)*")
+SPACED = re.compile(rf"\s*(?:[{UNSPACED}]|[^\s{UNSPACED}]+)")
 ECHO = 4  # words of the instruction in a row
 SHORTEST = 3  # words
 DUPLICATE = 0.6  # of the triples of words of the shorter text
@@ -43,7 +47,7 @@ def clean(text: str, *, finished: bool) -> str:
         'It rains.'
     """
     lines = [LIST_MARK.sub("", line.strip(), count=1) for line in text.splitlines()]
-    while lines and (not lines[0] or lines[0].endswith(":")):
+    while lines and (not lines[0] or lines[0].endswith((":", "\uff1a"))):
         lines.pop(0)
     line = " ".join(" ".join(lines).split())
     if introduction := INTRODUCTION.match(line):
@@ -64,8 +68,12 @@ class Selection:
     """
 
     def __init__(self, instruction: str, wish: str = "") -> None:
-        self._echoes = [(ECHO, runs(part, ECHO)) for part in instruction.splitlines()]
-        if (length := len(words(wish))) > 1:
+        self._echoes = [
+            (length, runs(part, length))
+            for part in instruction.splitlines()
+            for length in [ECHO * characters(part)]
+        ]
+        if (length := len(words(wish))) > characters(wish):
             self._echoes.append((length, runs(wish, length)))
         self._kept: list[Runs] = []
 
@@ -108,6 +116,46 @@ def words(text: str) -> list[str]:
         ["it's", 'late']
     """
     return WORD.findall(text.replace("\u2019", "'").casefold())
+
+
+def split_words(text: str) -> list[str]:
+    """Split a text at spaces, and around each character of a script without spaces.
+
+    Args:
+        text: A text.
+
+    Returns:
+        The words, with the punctuation next to them.
+
+    Example:
+        >>> from foretrace.engines.cleaning import split_words
+        >>> split_words("It's late."), split_words("下雨了")
+        (["It's", 'late.'], ['下', '雨', '了'])
+    """
+    return [word.strip() for word in SPACED.findall(text)]
+
+
+def first_words(text: str, count: int) -> str:
+    """Return the beginning of a text, up to so many words, with single spaces.
+
+    Args:
+        text: A text.
+        count: The number of words.
+
+    Returns:
+        The beginning.
+
+    Example:
+        >>> from foretrace.engines.cleaning import first_words
+        >>> first_words("It is  late.", 2), first_words("下雨了", 2)
+        ('It is', '下雨')
+    """
+    return " ".join("".join(SPACED.findall(text)[:count]).split())
+
+
+def characters(text: str) -> int:
+    """Return the usual length of a word of a script without spaces; 1 for other scripts."""
+    return 2 if re.search(f"[{UNSPACED}]", text) else 1
 
 
 def runs(text: str, length: int) -> Runs:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foretrace.engines.cleaning import LETTER, split_words
 from foretrace.errors import InvalidInputError
 
 Scores = Sequence[Sequence[float | None]]
@@ -173,7 +174,7 @@ def words(texts: Sequence[Sequence[str]]) -> Measurement:
         >>> words([["one two three", ""]]).value
         1.5
     """
-    return mean_score([[float(len(text.split())) for text in row] for row in texts])
+    return mean_score([[float(len(split_words(text))) for text in row] for row in texts])
 
 
 def blank(texts: Sequence[Sequence[str]]) -> Measurement:
@@ -226,7 +227,7 @@ def repetition(texts: Sequence[Sequence[str]], n: int = 4) -> Measurement:
         >>> repetition([["a b a b a", "c d e"]], n=2).value
         0.3333333333333333
     """
-    ngrams = [[_ngrams(text.split(), n) for text in prompt_texts] for prompt_texts in texts]
+    ngrams = [[_ngrams(split_words(text), n) for text in prompt_texts] for prompt_texts in texts]
     return _measurement(
         [sum(len(one) - len(set(one)) for one in prompt_ngrams) for prompt_ngrams in ngrams],
         [sum(map(len, prompt_ngrams)) for prompt_ngrams in ngrams],
@@ -246,10 +247,10 @@ def term_frequency(texts: Sequence[Sequence[str]], terms: Sequence[str]) -> Meas
         250.0
     """
     longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
-    pattern = re.compile(rf"\b(?:{'|'.join(longest_first)})\b", re.IGNORECASE)
+    pattern = re.compile(rf"(?<!{LETTER})(?:{'|'.join(longest_first)})(?!{LETTER})", re.IGNORECASE)
     return _measurement(
         [1000 * sum(len(pattern.findall(text)) for text in row) for row in texts],
-        [sum(len(text.split()) for text in row) for row in texts],
+        [sum(len(split_words(text)) for text in row) for row in texts],
     )
 
 

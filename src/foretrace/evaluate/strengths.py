@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from foretrace import _io
 from foretrace.attribute import Attribute, parse
+from foretrace.engines.cleaning import first_words
 from foretrace.engines.transformers.calibration import SteeredRuns
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate.continuations import ContinuationGenerator
@@ -110,7 +111,7 @@ def read_calibration_prompts(suite: Suite, data: Path) -> tuple[list[Row], str]:
         )
     rows = table.rows(data)
     if suite.calibration is None:
-        openings = [" ".join(str(row[table.text]).split()[:OPENING_WORDS]) for row in rows]
+        openings = [first_words(str(row[table.text]), OPENING_WORDS) for row in rows]
         rows = [{**row, table.text: text} for row, text in zip(rows, openings, strict=True)]
     evaluated = {row[suite.prompts.text] for row in suite.prompts.rows(data)}
     rows = [row for row in rows if row[table.text] not in evaluated]
