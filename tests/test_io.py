@@ -65,7 +65,7 @@ def test_a_deeply_nested_line_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint64],
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint64],
     ids=str,
 )
 def test_dtypes_that_few_operators_support_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:

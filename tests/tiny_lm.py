@@ -40,7 +40,7 @@ def chat_tokenizer() -> "PreTrainedTokenizerFast":
     roles = ["<|end|>", "system", "user", "assistant"]
     return word_tokenizer(
         [WORDS[0], *roles, *WORDS[1 : -len(roles)]],
-        extra_special_tokens=[roles[0]],
+        additional_special_tokens=[roles[0]],
         chat_template=CHAT_TEMPLATE.replace("END", roles[0]),
     )
 

@@ -180,7 +180,7 @@ def test_a_deeply_nested_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"weights": torch.zeros(1, HASHED, dtype=torch.complex64)},
+        {"weights": torch.zeros(1, HASHED).to(torch.float8_e5m2)},
         {"weights": torch.zeros(1, HASHED).to(torch.float8_e4m3fn)},
         {"weights": torch.zeros(1, HASHED, dtype=torch.bfloat16)},
         {"weights": torch.zeros(1, HASHED, dtype=torch.int64)},
@@ -193,7 +193,7 @@ def test_a_deeply_nested_config_is_refused(tmp_path: Path) -> None:
         {"idf": torch.full((HASHED,), torch.inf)},
         {"idf": None},
         {"intercepts": torch.zeros(2)},
-        {"intercepts": torch.zeros(1, dtype=torch.complex64)},
+        {"intercepts": torch.zeros(1).to(torch.float8_e5m2)},
         {"intercepts": None},
     ],
 )

@@ -90,7 +90,7 @@ def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
     find_model(source)
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise InvalidInputError(
             f"The tokenizer '{source}' cannot be loaded ({reason(error)}). Pass the folder or the "
             f"hub id of the language model to steer."

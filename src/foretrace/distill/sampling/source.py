@@ -193,7 +193,7 @@ def load_tokenizer_and_model(
     try:
         tokenizer = tokenizers.from_pretrained(name, **tokenizer_options(options))
         return tokenizer, load_model(**options)
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise InvalidInputError(
             f"The model '{name}' cannot be loaded ({reason(error)}). Pass the folder or the hub id "
             f"of a causal language model; check the spelling, the network, the dtype and options "

@@ -119,7 +119,7 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values; return all."""
-        if not self.is_initialized:
+        if self.keys is None:
             self._buffers = _Buffer(), _Buffer()
             return super().update(key_states, value_states, *args, **kwargs)
         keys, values = self._buffers
