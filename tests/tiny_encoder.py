@@ -7,11 +7,14 @@ from pathlib import Path
 def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
     """Save an encoder whose vocabulary is the words of `texts`, for sentence-transformers."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel
 
     from tiny_lm import WORDS, word_tokenizer
 
+    try:
+        from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    except ImportError:  # before version 6
+        from sentence_transformers.models import Pooling, Transformer
     words = [WORDS[0], "w0", *sorted({word for text in texts for word in text.split()})]
     config = BertConfig(
         vocab_size=len(words),

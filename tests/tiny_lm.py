@@ -15,6 +15,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' END ' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
+INPUTS = ["input_ids", "attention_mask"]  # transformers 4 adds token types by default
 WORDS = ["<|endoftext|>", *(f"w{index}" for index in range(63))]
 
 
@@ -32,7 +33,9 @@ def word_tokenizer(
         WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="w0")
     )
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=WORDS[0], model_input_names=INPUTS, **options
+    )
 
 
 def chat_tokenizer() -> "PreTrainedTokenizerFast":
@@ -67,6 +70,7 @@ def byte_tokenizer(texts: Sequence[str], size: int) -> "PreTrainedTokenizerFast"
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=WORDS[0],
+        model_input_names=INPUTS,
         chat_template=CHAT_TEMPLATE.replace("END", WORDS[0]),
     )
 
