@@ -14,7 +14,7 @@ def write_tiny_encoder(folder: Path, texts: Sequence[str]) -> Path:
     try:
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     except ImportError:  # before version 6
-        from sentence_transformers.models import Pooling, Transformer
+        from sentence_transformers.models import Pooling, Transformer  # type: ignore[no-redef]
     words = [WORDS[0], "w0", *sorted({word for text in texts for word in text.split()})]
     config = BertConfig(
         vocab_size=len(words),
