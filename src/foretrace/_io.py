@@ -1,13 +1,18 @@
-"""Read and write safetensors and JSON files. Writes are atomic, reads are memory-mapped."""
+"""Read and write safetensors and JSON files, on disk or in an object store.
+
+Writes are atomic, reads are memory-mapped.
+"""
 
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -15,8 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretrace import _remote
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 
+Item = TypeVar("Item")
+THREADS = 16  # requests at once to an object store
+CHUNK = 1024  # files whose headers are read at once
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # no part begins with a dot, as a path may
 # Few operators support the other dtypes (complex, float8, uint64).
 READABLE_DTYPES = frozenset(
@@ -41,8 +50,13 @@ READABLE_DTYPES = frozenset(
 def atomic_write(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` after it is flushed to disk.
 
-    Without `replace`, keep an existing file and raise FileExistsError.
+    Without `replace`, keep an existing file and raise FileExistsError. In an object store, upload
+    the file instead.
     """
+    if _remote.is_remote(path):
+        with _remote.uploaded(path, replace=replace) as scratch:
+            yield scratch
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
@@ -60,6 +74,15 @@ def atomic_write(path: Path, *, replace: bool = True) -> Iterator[Path]:
         _flush_to_disk(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Compute the next item in a thread while the current one is used."""
+    with ThreadPoolExecutor(1) as reader:
+        upcoming = reader.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = reader.submit(next, items, None)
+            yield item
 
 
 def _flush_to_disk(path: Path) -> None:
@@ -225,7 +248,7 @@ def parse_header(header: str, problem: str) -> tuple[Any, dict[str, Any]]:
 def _opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; explain the error if it is missing or damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(_local(path), framework="pt") as file:
             yield file
     except FileNotFoundError:
         raise InvalidFileError(
@@ -237,8 +260,15 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
+def _local(path: Path) -> Path:
+    return _remote.local_copy(path) if _remote.is_remote(path) else path
+
+
 def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]:
     """Read the shape of one tensor, and the metadata, without reading the tensors."""
+    if _remote.is_remote(path):
+        header = _remote.read_header(path)
+        return tuple(header[name]["shape"]), header.get("__metadata__", {})
     try:
         with safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(name).get_shape()), file.metadata() or {}
@@ -248,10 +278,25 @@ def read_header(path: Path, name: str) -> tuple[tuple[int, ...], dict[str, str]]
         ) from error
 
 
+def read_headers(
+    paths: Iterable[Path], name: str
+) -> Iterator[tuple[tuple[int, ...], dict[str, str]]]:
+    """Read the headers of many files, several at once."""
+    return _in_threads(lambda path: read_header(path, name), paths)
+
+
+def _in_threads(function: Callable[[Path], Item], paths: Iterable[Path]) -> Iterator[Item]:
+    remaining = iter(paths)
+    with ThreadPoolExecutor(THREADS) as pool:
+        while chunk := list(islice(remaining, CHUNK)):
+            yield from pool.map(function, chunk)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove what writers left that were killed; no other process may write to the folder."""
-    for path in folder.glob(".*.partial"):
-        path.unlink(missing_ok=True)
+    if not _remote.is_remote(folder):  # an upload that was cut short leaves nothing
+        for path in folder.glob(".*.partial"):
+            path.unlink(missing_ok=True)
 
 
 def missing_files(paths: Iterable[Path]) -> list[int]:
@@ -259,17 +304,24 @@ def missing_files(paths: Iterable[Path]) -> list[int]:
 
     A file is cut short if a disk lost its end, or if a copy was interrupted.
     """
-    missing = []
-    for position, path in enumerate(paths):
-        try:
+    complete = _in_threads(_is_complete, paths)
+    return [position for position, is_complete in enumerate(complete) if not is_complete]
+
+
+def _is_complete(path: Path) -> bool:
+    """Return whether a safetensors file is complete; remove it if it is cut short."""
+    try:
+        if _remote.is_remote(path):
+            _remote.read_header(path)
+        else:
             with safe_open(path, framework="pt"):
-                continue
-        except FileNotFoundError:
-            pass
-        except SafetensorError:
-            path.unlink(missing_ok=True)
-        missing.append(position)
-    return missing
+                pass
+    except FileNotFoundError:
+        return False
+    except (InvalidFileError, SafetensorError):
+        path.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def take_tensor(
@@ -301,9 +353,9 @@ def require_existing_path(source: str | os.PathLike[str]) -> None:
 
 
 def locate(source: str | os.PathLike[str], revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return a local folder, or download a Hugging Face hub repository and return its folder."""
-    folder = Path(source)
-    if folder.is_dir():
+    """Return a folder, or download a Hugging Face hub repository and return its folder."""
+    folder = _remote.to_path(source)
+    if _remote.is_remote(folder) or folder.is_dir():
         return folder
     require_existing_path(source)
     from huggingface_hub import snapshot_download

@@ -81,7 +81,10 @@ def parse_count(argument: str | int) -> int:
 
 def distill(
     model: Annotated[str, typer.Argument(help="A causal LM: a folder, a hub id, or a GGUF file.")],
-    out: Annotated[Path, typer.Option(help="Output folder; run the same command again to resume.")],
+    out: Annotated[
+        str,
+        typer.Option(help="Output folder, or s3://BUCKET/KEY; run the same command to resume."),
+    ],
     states: Annotated[int, typer.Option(help="Number of hidden states.")] = 4096,
     sequences: Annotated[
         int,
@@ -237,7 +240,7 @@ def _show_plan(
     config: "DistillConfig",
     lm: "LMConfig",
     prompts: "Sequence[Prompt]",
-    out: Path,
+    out: str,
     workers: int,
 ) -> None:
     from rich.console import Console
@@ -280,8 +283,8 @@ def _duration(seconds: float) -> str:
 
 
 def em(
-    corpus: Annotated[Path, typer.Argument(help="The corpus folder.")],
-    out: Annotated[Path, typer.Option(help="Output folder: HMM, metrics, checkpoint.")],
+    corpus: Annotated[str, typer.Argument(help="The corpus: a folder or a URL.")],
+    out: Annotated[str, typer.Option(help="Output folder or URL: HMM, metrics, checkpoint.")],
     states: Annotated[
         int | None, typer.Option(help="Number of hidden states of a random initialization.")
     ] = None,
@@ -325,7 +328,7 @@ def em(
     with process_group(chosen_device) as group:
         opened = Corpus(corpus)
         with ProgressBars(resumes=True, visible=group.is_leader) as bars:
-            reporter = _Reporter(bars, out if tensorboard and group.is_leader else None)
+            reporter = _Reporter(bars, Path(out) if tensorboard and group.is_leader else None)
             trained = train(
                 _initial_hmm(opened, states, start, seed).to(
                     chosen_device, config.accumulator_dtype

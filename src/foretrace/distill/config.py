@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from foretrace import _remote
 from foretrace.distill.em.config import EMConfig
 from foretrace.distill.em.distributed import launched_group
 from foretrace.distill.em.e_step import BUFFER_ELEMENTS
@@ -252,6 +253,8 @@ class LMConfig:
 
 def require_disk(folder: Path, needed: int) -> None:
     """Raise an error if the disk has too little space; files in the folder count as free."""
+    if _remote.is_remote(folder):
+        return
     used = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     free = shutil.disk_usage(nearest_existing(folder)).free
     if free + used < needed:

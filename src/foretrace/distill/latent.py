@@ -143,8 +143,7 @@ class LatentStart:
 
     def blocks(self) -> Iterator[Block]:
         """Read the files one by one."""
-        for path in self.paths:
-            tensors, _ = _io.read_tensors(path)
+        for tensors, _ in _io.read_ahead(map(_io.read_tensors, self.paths)):
             tokens, hidden = tensors["tokens"], tensors["hidden"].float()
             mask = before_end_mask(tokens, self.eos)
             yield Block(tokens, mask, feature_vectors(hidden, mask))

@@ -117,7 +117,7 @@ def plan(
         )
         reader.close()
     stages.append(_time_em(rows, config, lm.device, workers))
-    stages.append(_time_writing(Path(folder), costs))
+    stages.append(_time_writing(Path() if "://" in str(folder) else Path(folder), costs))
     return Plan(stages, costs)
 
 

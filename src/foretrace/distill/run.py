@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foretrace import _io
+from foretrace import _io, _remote
 from foretrace.chat import Prompt
 from foretrace.distill import card, stages
 from foretrace.distill.clustering import require_faiss
@@ -68,8 +68,8 @@ def distill(
     Args:
         model: The language model: a folder or a hub id.
         config: The settings of the distillation.
-        out: The folder for the HMM, its model card and its metrics. Intermediate files are in its
-            subfolder `work`.
+        out: The folder for the HMM, its model card and its metrics, or a URL of an object store,
+            such as `s3://bucket/my-hmm`. Intermediate files are in its subfolder `work`.
         prompts: Texts that a share of the sequences continue; or chats, lists of messages, that
             all sequences answer through the tokenizer's chat template.
         lm: The settings of the language model.
@@ -94,7 +94,7 @@ def distill(
     return _Distillation(
         model,
         config or DistillConfig(),
-        Path(out),
+        _remote.to_path(out),
         prompts,
         lm or LMConfig(),
         executor or LocalExecutor(),

@@ -4,13 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from foretrace import _io
+from foretrace import _io, _remote
 from foretrace.errors import InvalidFileError, InvalidInputError, InvalidModelError
 from foretrace.hmm import inference, storage
 from foretrace.hmm.emission import DenseEmission, Emission
@@ -478,7 +477,9 @@ class HMM:
             >>> ft.HMM.from_pretrained(folder / "hmm").dtype
             torch.bfloat16
         """
-        storage.write(Path(folder), self if dtype is None else self.to(dtype=dtype), self.config)
+        storage.write(
+            _remote.to_path(folder), self if dtype is None else self.to(dtype=dtype), self.config
+        )
 
     @classmethod
     def from_pretrained(

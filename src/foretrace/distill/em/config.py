@@ -126,6 +126,7 @@ class CheckpointFolder:
         self.checkpoint, self.metrics = folder / CHECKPOINT_FILE, folder / METRICS_FILE
         self.settings, self.minutes = json.loads(json.dumps(settings)), minutes
         self._saved_at = monotonic()
+        self._rows: list[Mapping[str, Any]] = []
 
     def resume(self) -> tuple[int, dict[str, Tensor]]:
         """Return the step and the tensors of the last checkpoint; step 0 if there is none.
@@ -133,7 +134,6 @@ class CheckpointFolder:
         The metrics of later steps are dropped.
         """
         if not self.checkpoint.exists():
-            _io.write_lines(self.metrics, [])
             return 0, {}
         tensors, metadata = _io.read_tensors(self.checkpoint)
         saved = json.loads(metadata.get("settings", "{}"))
@@ -152,13 +152,13 @@ class CheckpointFolder:
                 f"the run again."
             )
         step = int(metadata["step"])
-        rows = [row for row in _io.read_lines(self.metrics) if row["step"] <= step]
-        _io.write_lines(self.metrics, rows)
+        self._rows = [row for row in _io.read_lines(self.metrics) if row["step"] <= step]
+        _io.write_lines(self.metrics, self._rows)
         return step, tensors
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of one step."""
-        _io.append_lines(self.metrics, [metrics])
+        """Add the metrics of one step; they are written with the next checkpoint."""
+        self._rows.append(metrics)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], *, now: bool) -> None:
         """Write a checkpoint if `now`, or if the last one is older than `minutes`."""
@@ -168,6 +168,7 @@ class CheckpointFolder:
                 "settings": json.dumps(self.settings),
                 "crc32": _checksums(tensors),
             }
+            _io.write_lines(self.metrics, self._rows)
             _io.write_tensors(self.checkpoint, tensors, metadata)
             self._saved_at = monotonic()
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
 from math import isfinite
@@ -12,7 +11,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from foretrace import _io
+from foretrace import _io, _remote
 from foretrace.distill.em.config import (
     DTYPES,
     FREE_SETTINGS,
@@ -76,7 +75,9 @@ def train(
         (2, 5)
     """
     start_config = start.config
-    run = _Run(start, corpus, config, None if folder is None else Path(folder), current_group())
+    run = _Run(
+        start, corpus, config, None if folder is None else _remote.to_path(folder), current_group()
+    )
     del start  # its tables are as large as the counts that were built from them
     for progress in run.steps():
         if on_progress is not None:
@@ -156,7 +157,9 @@ class _Run:
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, self.steps_per_epoch)
             started = monotonic()
-            for batch in _prefetch(self._epoch(epoch, start, (self.group.rank, self.group.size))):
+            for batch in _io.read_ahead(
+                self._epoch(epoch, start, (self.group.rank, self.group.size))
+            ):
                 progress = self._advance(batch, epoch, started)
                 if self.step in measured_steps and (held_out := self._measure()) is not None:
                     progress = replace(progress, held_out=held_out, baselines=self.baselines)
@@ -240,15 +243,6 @@ class _Run:
             distillation={**before, **manifest.sampling, **facts},
         )
         return self.counts.to_hmm(config)
-
-
-def _prefetch(batches: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Read the next batch while the current one is processed."""
-    with ThreadPoolExecutor(1) as reader:
-        upcoming = reader.submit(next, batches, None)
-        while (batch := upcoming.result()) is not None:
-            upcoming = reader.submit(next, batches, None)
-            yield batch
 
 
 def _require_compatible(start: HMM, corpus: Corpus) -> int | None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrace import _io
+from foretrace import _io, _remote
 from foretrace.errors import InvalidFileError, InvalidInputError
 
 FORMAT_VERSION = 1
@@ -156,7 +156,7 @@ class Corpus:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = _remote.to_path(folder)
         path = self.folder / MANIFEST_FILE
         content = _io.read_json(path)
         if content.pop("format_version", None) != FORMAT_VERSION:
@@ -186,7 +186,7 @@ class Corpus:
         Raises:
             InvalidFileError: If the folder holds a corpus with another manifest.
         """
-        path = Path(folder) / MANIFEST_FILE
+        path = _remote.to_path(folder) / MANIFEST_FILE
         if not path.exists():
             _io.write_json(path, {"format_version": FORMAT_VERSION, **asdict(manifest)})
         corpus = cls(folder)
@@ -277,11 +277,13 @@ class Corpus:
 
     def shards(self) -> list[Shard]:
         """List the shards that exist now, ordered by name."""
-        shards = []
-        for path in sorted(self.folder.glob(SHARD_GLOB)):
-            shape, metadata = _io.read_header(path, "tokens")
-            shards.append(Shard(path, shape[0], metadata.get("crc32", "")))
-        return shards
+        paths = sorted(self.folder.glob(SHARD_GLOB))
+        return [
+            Shard(path, shape[0], metadata.get("crc32", ""))
+            for path, (shape, metadata) in zip(
+                paths, _io.read_headers(paths, "tokens"), strict=True
+            )
+        ]
 
     def split(self, held_out: int) -> list[ShardSplit]:
         """Hold out rows from training, an even share from the end of every shard.
@@ -354,7 +356,7 @@ class Corpus:
         """Stream the training rows of one epoch, shuffled, in batches of nearly equal size.
 
         Shards are shuffled, and rows within each shard. The order depends on the seed and the epoch
-        alone, so that all processes see the same batches. Memory holds one shard at a time.
+        alone, so that all processes see the same batches. Memory holds two shards at a time.
 
         Args:
             split: The result of `split`.
@@ -371,13 +373,16 @@ class Corpus:
         skip, taken = sum(sizes[:start]), 0  # rows to skip; rows of the current batch so far
         rank, size = part
         batch: list[Tensor] = []
+        unread: list[tuple[int, int]] = []  # shards, and their first rows
         for number in np.random.default_rng([seed, epoch]).permutation(len(split)):
-            shard, training_rows = split[number].shard, split[number].training_rows
+            training_rows = split[number].training_rows
             first, skip = min(skip, training_rows), max(0, skip - training_rows)
-            if first == training_rows:
-                continue
+            if first < training_rows:
+                unread.append((int(number), first))
+        shards = ((*item, self.read(split[item[0]].shard).numpy()) for item in unread)
+        for number, first, tokens in _io.read_ahead(shards):
+            training_rows = split[number].training_rows
             order = np.random.default_rng([seed, epoch, number]).permutation(training_rows)
-            tokens = self.read(shard).numpy()
             while first < training_rows:
                 count = min(training_rows - first, sizes[start] - taken)
                 local = order[first + (rank - taken) % size : first + count : size]
