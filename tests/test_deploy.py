@@ -1,6 +1,8 @@
 """The files in `deploy/` fit the code, each other, and the programs that read them."""
 
 import ast
+import re
+import subprocess
 from itertools import combinations
 from typing import Any
 
@@ -95,6 +97,31 @@ def test_the_manifest_fits_the_schemas_of_kubernetes(manifest: dict[str, Any]) -
     validate = pytest.importorskip("kubernetes_validate", reason="see CONTRIBUTING.md")
     for document in manifest.values():
         validate.validate(document, validate.latest_version(), strict=True)
+
+
+def test_the_pods_of_the_ray_cluster_fit_the_schemas_of_kubernetes() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="see CONTRIBUTING.md")
+    spec = ray_job()["spec"]["rayClusterSpec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
+        validate.validate(pod, validate.latest_version(), strict=True)
+
+
+def ray_job() -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load((DEPLOY / "raycluster.yaml").read_text("utf-8"))
+    return job
+
+
+def test_the_jobs_on_clusters_use_options_that_exist() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for option in commands["distill"].params for name in option.opts}
+    script = (DEPLOY / "slurm.sh").read_text("utf-8")
+    in_script = script[script.index("foretrace distill") : script.index("mapfile")]
+    for command in (ray_job()["spec"]["entrypoint"], in_script):
+        assert set(re.findall(r"--[a-z-]+", command)) <= known
+    workers = ray_job()["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]
+    assert f"--workers {workers} " in ray_job()["spec"]["entrypoint"]
+    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
 
 
 def test_the_parts_of_the_manifest_fit_each_other(manifest: dict[str, Any]) -> None:
