@@ -1,6 +1,8 @@
 """The pieces, colors and prices of an explanation."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
 from foretrace.cli.explain import TokenTable, eap_color, split_text
 from foretrace.engines.transformers.explain import Candidate, Choice
+from forked import Run
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -45,3 +48,29 @@ def test_relative_eaps_are_shown_around_one_half() -> None:
     assert table.on_scale(1, 1.0) == 0.5
     assert table.shade(0) == pytest.approx(0.8 * 0.75)
     assert table.mean_price == pytest.approx(0.2)
+
+
+def test_the_page_says_how_the_text_was_made(run: Run, steered: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    options = ["--goal", "odd", "--prompt", "w1", "--max-new-tokens", 12, "--html", page]
+    done = run("explain", *steered, *options, "--seed", 5, "--top-p", 0.9)
+    assert done.code == 0, done.err
+    html = page.read_text("utf-8")
+    for fact in (steered[0], steered[2], "level medium", "seed 5, temperature 1, top-p 0.9"):
+        assert f"<dd>{fact}</dd>" in html
+    bare = run("generate", steered[0], *options[2:6], "--seed", 5, "--top-p", 0.9, "--quiet")
+    assert "Bare text from the same seed" in html
+    assert bare.out.strip().removeprefix("w1") in html
+    assert re.findall('<div class="axis">.*?</div>', html)[0].count("<span") == 5
+    assert re.findall(r'left:[\d.]+%">(\d+)<', html) == ["1", "2", "4", "6", "8", "10", "12"]
+    assert "<th>steered</th><th>word</th><th>lookahead</th></tr>" in html
+
+
+def test_a_given_text_has_no_seed(run: Run, steered: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    done = run(
+        "explain", *steered, "--goal", "odd", "--prompt", "w1", "--text", " w3", "--html", page
+    )
+    assert done.code == 0, done.err
+    assert "seed" not in page.read_text("utf-8").split("</dl>")[0].split("<dl")[1]
+    assert "Bare text" not in page.read_text("utf-8")

@@ -4,6 +4,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from foretrace.attribute import Attribute, AttributeStore, LogitAffine
 from foretrace.cli.explain import TokenTable
 from foretrace.cli.goal_options import GoalSettings
-from foretrace.cli.playground.backends import PlaygroundResult
+from foretrace.cli.playground import _load_backend
+from foretrace.cli.playground.backends import OnText, PlaygroundResult
 from foretrace.cli.playground.page import SIDES, parse_request, text_section
 from foretrace.engines.transformers.explain import Candidate, Choice
 from foretrace.errors import InvalidInputError
@@ -164,7 +167,7 @@ def test_the_local_backend_takes_the_settings_of_the_form() -> None:
 
 def submit(page: Any, goal: str) -> None:
     """Fill in the form and submit it."""
-    page.get_by_label("Prompt").fill("w1 w2")
+    page.get_by_label("Prompt", exact=True).fill("w1 w2")
     page.get_by_label("Goal").fill(goal)
     page.get_by_label("Goal").press("Enter")
     page.get_by_role("button", name="Write").click()
@@ -196,6 +199,28 @@ def check_inside(outer: Any, inner: Any) -> None:
     assert box["y"] + box["height"] <= frame["y"] + frame["height"]
 
 
+def test_two_threads_generate_in_turn_what_each_generates_alone(steered: list[str]) -> None:
+    lm, _, hmm, _, attributes = steered
+    backend = _load_backend(lm, hmm, Path(attributes), "cpu", "float32")
+    request = parse_request("w1 w2", "odd", "medium", "", "", 8, True, 12, 0.9, 0)
+
+    def generate(is_steered: bool, on_text: OnText) -> str:
+        return backend.generate(request, is_steered, on_text).text
+
+    alone = [generate(side, lambda _: None) for side in (False, True)]
+    order: list[bool] = []
+
+    def record(side: bool, _: str) -> None:
+        order.append(side)
+
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(generate, side, partial(record, side)) for side in (False, True)]
+    assert [one.result() for one in running] == alone
+    assert alone[0] != alone[1]
+    assert order[2:12:2] == [order[2]] * 5
+    assert order[3:12:2] == [not order[2]] * 5
+
+
 def test_texts_are_escaped() -> None:
     html = text_section("bare", "<b>", PlaygroundResult("<script>&amp;"))
     assert "<b>" not in html
@@ -215,6 +240,7 @@ def test_a_conversation_keeps_each_sides_answers(playground: str, browser: Any) 
     page = browser.new_page()
     page.goto(playground)
     page.get_by_label("Chat").check()
+    page.get_by_label("System prompt").fill("w7")
     for turn in (1, 2):
         submit(page, "odd")
         page.wait_for_function(
@@ -223,6 +249,7 @@ def test_a_conversation_keeps_each_sides_answers(playground: str, browser: Any) 
     answers = [page.locator(f".{side} .assistant").all_inner_texts() for side in SIDES]
     assert [len(texts) for texts in answers] == [1, 1]
     assert answers[0] != answers[1]
+    assert page.locator(".system").all_inner_texts() == ["w7", "w7"]
     page.get_by_label("Chat").uncheck()
     submit(page, "odd")
     page.wait_for_selector(".steered.explained .prompt")

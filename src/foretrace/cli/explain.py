@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from html import escape
@@ -30,8 +30,15 @@ EPILOG = (
 LOW_COLOR, HIGH_COLOR, WHITE = (222, 107, 31), (38, 132, 179), (255, 255, 255)
 LINE_COLORS = ("#1b6d99", "#b4540f", "#4d7c2e", "#7a4fa3", "#8a6d00")
 CHART_WIDTH, CHART_HEIGHT = 720, 150  # in SVG units, as in the template's viewBox
-AXIS, RELATIVE_AXIS = ("1", "0.5", "0"), ("high", "mean", "low")
-RELATIVE = ". The EAP of evidence is divided by this mean: above 1, the token speaks for the goal"
+AXIS = {1.0: "1", 0.75: "0.75", 0.5: "0.5", 0.25: "0.25", 0.0: "0"}  # labels by height
+RELATIVE_AXIS = {0.9: "9x", 0.75: "3x", 0.5: "1x", 0.25: "1/3x", 0.1: "1/9x"}
+RELATIVE = (
+    ". The EAP of evidence is a multiple of this mean: above 1x, the token speaks for the goal"
+)
+PARTS = ("word", "lookahead", "context")  # of what steering adds to a logit
+BARE = """<h2>Bare text from the same seed</h2>
+<div class="text"><span class="soft">{prompt}</span>{text}</div>"""
+NEXT_TOKEN_ALONE = "none: goals look at the next token alone"
 
 
 def explain(
@@ -83,11 +90,16 @@ def explain(
         after=after,
         window=window,
     )
+    facts = {"LM": model, "HMM": hmm or NEXT_TOKEN_ALONE, "steering": settings.description}
+    bare = None
     if text is None:
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         generator = TextGenerator(lm, tokenizer, goals, options)
         (generation,) = generator.generate([prompt], seed)
         prompt_ids, token_ids = generation.prompt_ids, generation.token_ids
+        facts["sampling"] = f"seed {seed}, temperature {temperature:g}, top-p {top_p:g}"
+        if html is not None:
+            bare = generator.generate([prompt], seed, steered=False)[0].text
     else:
         (prompt_ids,) = encode_prompts(tokenizer, [prompt], goals.goal)
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -105,7 +117,7 @@ def explain(
     else:
         typer.secho(prompt, bold=True, nl=False)
         typer.echo("".join(table.pieces))
-        write_page(html, table, prompt, goal, settings.description)
+        write_page(html, table, prompt, goal, facts, bare)
         typer.echo(f"written to {html}")
 
 
@@ -150,6 +162,11 @@ class TokenTable:
     """Returns the text that a candidate token would add."""
     relative: frozenset[int] = frozenset()
     """The goals with evidence, whose EAP is relative to its mean over the LM's next tokens."""
+
+    @property
+    def has_context(self) -> bool:
+        """Whether context rewards add to a logit."""
+        return any(one.context for choice in self.choices for one in choice.candidates)
 
     @property
     def mean_price(self) -> float:
@@ -227,28 +244,41 @@ def split_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int])
 
 
 def write_page(
-    path: Path, table: TokenTable, prompt: str, goals: Sequence[str], settings: str
+    path: Path,
+    table: TokenTable,
+    prompt: str,
+    goals: Sequence[str],
+    facts: Mapping[str, str],
+    bare: str | None,
 ) -> None:
-    """Write the text colored by EAP, a chart of the EAP, and the candidates per position."""
+    """Write the text colored by EAP, a chart of the EAP, and the candidates per position.
+
+    `facts` say how the text was made, and `bare` is the unsteered text from the same seed.
+    """
     from foretrace._io import atomic_write
 
     pieces, choices = table.pieces, table.choices
-    positions = [_candidate_rows(choice, table.token_text) for choice in choices]
-    axis = RELATIVE_AXIS if table.relative else AXIS
+    parts = [part for part in PARTS if part != "context" or table.has_context]
+    positions = [_candidate_rows(choice, table.token_text, parts) for choice in choices]
+    facts = {**facts, "price": f"{table.mean_price:.4f} nats per token"}
+    axes = [AXIS] * (len(table.relative) < len(goals)) + [RELATIVE_AXIS] * bool(table.relative)
     headings = [
         f"{goal} / mean" if index in table.relative else goal for index, goal in enumerate(goals)
     ]
     template = files("foretrace.cli").joinpath("explain_page.html").read_text("utf-8")
     page = Template(template).substitute(
         goals=escape(", ".join(goals)),
-        settings=escape(f"{settings}; price {table.mean_price:.4f} nats per token"),
+        facts="".join(f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items()),
+        bare="" if bare is None else BARE.format(prompt=escape(prompt), text=escape(bare)),
         prompt=escape(prompt),
         text="".join(_token_html(table, position) for position in range(len(pieces))),
         chart=_chart(table, goals),
         legend=_legend(goals),
-        axis="".join(f"<span>{label}</span>" for label in axis),
+        axes="".join(map(_axis, axes)),
+        numbers=_numbers(len(choices)),
         relative=RELATIVE if table.relative else "",
         headings="".join(f"<th>EAP {escape(goal)}</th>" for goal in headings),
+        parts="".join(f"<th>{part}</th>" for part in parts),
         positions=json.dumps(positions, ensure_ascii=False).replace("<", "\\u003c"),
         prices=json.dumps([round(choice.price, 6) for choice in choices]),
     )
@@ -256,12 +286,31 @@ def write_page(
         scratch.write_text(page, "utf-8")
 
 
-def _candidate_rows(choice: "Choice", token_text: Callable[[int], str]) -> list[Any]:
+def _axis(labels: Mapping[float, str]) -> str:
+    """Return the labels of a vertical axis at their heights."""
+    spans = (f'<span style="bottom:{height:.0%}">{text}</span>' for height, text in labels.items())
+    return f'<div class="axis">{"".join(spans)}</div>'
+
+
+def _numbers(count: int) -> str:
+    """Return the numbers of some tokens at their positions along the chart."""
+    step = next((step for step in (1, 2, 5, 10, 20, 50) if count <= 10 * step), 100)
+    shown = {1, *range(step, count + 1, step)}
+    return "".join(
+        f'<span style="left:{(number - 1) / max(1, count - 1):.2%}">{number}</span>'
+        for number in sorted(shown)
+    )
+
+
+def _candidate_rows(
+    choice: "Choice", token_text: Callable[[int], str], parts: Sequence[str]
+) -> list[Any]:
     """Return the candidates in the format that the page's script expects."""
     return [
         [
             token_text(candidate.token),
             *(round(value, 6) for value in (candidate.lm, *candidate.eap, candidate.steered)),
+            *(f"{getattr(candidate, part):+.2f}" for part in parts),
             candidate is choice.written,
         ]
         for candidate in choice.candidates

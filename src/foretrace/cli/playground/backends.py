@@ -3,10 +3,12 @@
 import json
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
+from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretrace.chat import Prompt, as_messages
@@ -18,7 +20,7 @@ from foretrace.cli.goal_options import (
     load_goals,
     parse_transform,
 )
-from foretrace.cli.text_generator import TextGenerator
+from foretrace.cli.text_generator import Generation, TextGenerator
 from foretrace.errors import ForetraceError, InvalidInputError, reason
 
 if TYPE_CHECKING:
@@ -45,8 +47,8 @@ class PlaygroundRequest:
     """The paper's transform, SCALE,SHIFT, instead of a level; empty if there is none."""
     horizon: int = 64
     neutral_end: bool = True
-    max_new_tokens: int = 40
-    top_p: float = 1.0
+    max_new_tokens: int = 60
+    top_p: float = 0.9
     seed: int = 0
 
     def settings(self) -> GoalSettings:
@@ -78,10 +80,8 @@ class PlaygroundResult:
 
     text: str
     table: TokenTable | None = None
-    probability: float | None = None
-    """The probability of the goal's attribute in the text."""
-    price: float | None = None
-    """The mean price of steering, in nats per token."""
+    generation: Generation | None = None
+    """The complete text, with its price and the probability of the goal's attribute."""
 
 
 OnText = Callable[[str], None]
@@ -100,6 +100,41 @@ class Backend(Protocol):
         self, request: PlaygroundRequest, steered: bool, on_text: OnText
     ) -> PlaygroundResult:
         """Generate a text; call `on_text` with the text generated so far."""
+
+    def explain(self, request: PlaygroundRequest, result: PlaygroundResult) -> PlaygroundResult:
+        """Add the tokens of a complete text, if the backend can explain them."""
+
+
+class Turns:
+    """Lets threads generate texts in turn, token by token, each with its own random numbers.
+
+    `generate` of transformers draws from torch's global random number generators.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._waiting: deque[object] = deque()  # the first one generates
+
+    def __enter__(self) -> None:
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._waiting.popleft()
+            self._changed.notify_all()
+
+    def pass_on(self) -> None:
+        """Let the other threads generate until it is this thread's turn again."""
+        import torch
+
+        state, on_gpus = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        self.__exit__()
+        self.__enter__()
+        torch.set_rng_state(state)
+        torch.cuda.set_rng_state_all(on_gpus)
 
 
 def list_goals(folder: Path) -> list[str]:
@@ -120,6 +155,7 @@ class LocalBackend:
     build_probe: BuildProbe
     # The unsteered and the steered text of a request share its goals, and so do turns of a chat.
     _last_goals: tuple[PlaygroundRequest, LoadedGoals] | None = None
+    _turns: Turns = field(default_factory=Turns)
 
     def goals(self) -> list[str]:
         """List the attributes of the folder."""
@@ -132,23 +168,35 @@ class LocalBackend:
     def generate(
         self, request: PlaygroundRequest, steered: bool, on_text: OnText
     ) -> PlaygroundResult:
-        """Generate a text, and explain each token by the goal, also in an unsteered text."""
-        goals = self._load_goals(request)
-        options = {"max_new_tokens": request.max_new_tokens, "top_p": request.top_p}
-        generator = TextGenerator(self.lm, self.tokenizer, goals, options)
-        (generation,) = generator.generate(
-            [request.prompt], request.seed, steered=steered, on_text=on_text
-        )
-        table = explain_tokens(
-            self.lm,
-            self.tokenizer,
-            generation.prompt_ids,
-            generation.token_ids,
-            goals,
-            max_new_tokens=request.max_new_tokens,
-            candidates=CANDIDATES,
-        )
-        return PlaygroundResult(generation.text, table, generation.probability[0], generation.price)
+        """Generate a text, in turn with other threads."""
+
+        def report(text: str) -> None:
+            on_text(text)
+            self._turns.pass_on()
+
+        with self._turns:
+            goals = self._load_goals(request)
+            options = {"max_new_tokens": request.max_new_tokens, "top_p": request.top_p}
+            generator = TextGenerator(self.lm, self.tokenizer, goals, options)
+            (generation,) = generator.generate(
+                [request.prompt], request.seed, steered=steered, on_text=report
+            )
+        return PlaygroundResult(generation.text, generation=generation)
+
+    def explain(self, request: PlaygroundRequest, result: PlaygroundResult) -> PlaygroundResult:
+        """Explain each token by the goal, also in an unsteered text."""
+        assert result.generation is not None
+        with self._turns:
+            table = explain_tokens(
+                self.lm,
+                self.tokenizer,
+                result.generation.prompt_ids,
+                result.generation.token_ids,
+                self._load_goals(request),
+                max_new_tokens=request.max_new_tokens,
+                candidates=CANDIDATES,
+            )
+        return replace(result, table=table)
 
     def _load_goals(self, request: PlaygroundRequest) -> LoadedGoals:
         request = replace(request, prompt="", seed=0)
@@ -200,6 +248,10 @@ class ServerBackend:
                 f"The response of {self.url} is not one of `foretrace serve` ({reason(error)}). "
                 f"Check that the server still runs."
             ) from error
+
+    def explain(self, request: PlaygroundRequest, result: PlaygroundResult) -> PlaygroundResult:
+        """Return the text as it is: the server returns no probabilities."""
+        return result
 
     def _generate(
         self, request: PlaygroundRequest, steered: bool, on_text: OnText

@@ -1,13 +1,13 @@
 """The playground's web page: a form, and below it the two texts, streamed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from importlib.resources import files
 from math import prod
 from queue import Queue
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import typer
@@ -21,8 +21,8 @@ from foretrace.errors import ForetraceError, InvalidInputError
 TITLE = "# foretrace\nThe same language model with and without steering."
 HINT = 'An attribute, or an expression: nontoxic & ~formal, contains("refund").'
 SIDES = ("bare", "steered")
+MAX_NEW_TOKENS = 512
 MIN_WIDTH = 250  # pixels of an element in a row; elements that do not fit wrap
-GENERATION_LOCK = Lock()  # texts share torch's global random number generator
 SCALE = (
     '<p class="soft">Color: expected attribute probability (EAP) after the token, low '
     '<span class="scale"></span> high</p>'
@@ -66,6 +66,13 @@ def build_page(gradio: Any, backend: Backend) -> Any:
         chat = gradio.Checkbox(
             False, label="Chat: answer, and keep the conversation", visible=can_chat
         )
+        system = gradio.Textbox(
+            "",
+            label="System prompt",
+            info="What comes before all messages.",
+            lines=1,
+            visible=can_chat,
+        )
         turns = gradio.State([])
         with gradio.Row():
             goal = gradio.Dropdown(
@@ -91,7 +98,7 @@ def build_page(gradio: Any, backend: Backend) -> Any:
         gradio.on(
             [write.click, prompt.submit],
             partial(compare, backend),  # a generator function: Gradio streams the values
-            [turns, chat, prompt, goal, level, *advanced],
+            [turns, chat, system, prompt, goal, level, *advanced],
             [texts, turns],
             api_name="write",
             show_progress="minimal",
@@ -115,8 +122,22 @@ def _advanced_inputs(gradio: Any) -> list[Any]:
             )
             horizon = gradio.Slider(0, 64, 64, step=1, label="Horizon", min_width=MIN_WIDTH)
         with gradio.Row():
-            length = gradio.Slider(5, 200, 40, step=5, label="Max new tokens", min_width=MIN_WIDTH)
-            top_p = gradio.Slider(0.05, 1, 1, step=0.05, label="Top-p", min_width=MIN_WIDTH)
+            length = gradio.Slider(
+                1,
+                MAX_NEW_TOKENS,
+                PlaygroundRequest.max_new_tokens,
+                step=1,
+                label="Max new tokens",
+                min_width=MIN_WIDTH,
+            )
+            top_p = gradio.Slider(
+                0.05,
+                1,
+                PlaygroundRequest.top_p,
+                step=0.05,
+                label="Top-p",
+                min_width=MIN_WIDTH,
+            )
             seed = gradio.Number(0, label="Seed", precision=0, min_width=MIN_WIDTH)
         neutral_end = gradio.Checkbox(True, label="Neutral end: do not steer the end of text")
     return [strength, transform, horizon, neutral_end, length, top_p, seed]
@@ -130,11 +151,12 @@ class Turn(NamedTuple):
 
 
 def compare(
-    backend: Backend, turns: Sequence[Turn], chat: bool, *values: Any
+    backend: Backend, turns: Sequence[Turn], chat: bool, system: str, *values: Any
 ) -> Iterator[tuple[str, list[Turn]]]:
-    """Generate an unsteered, then a steered text from the same seed; yield HTML of both.
+    """Generate an unsteered and a steered text from the same seed; yield HTML of both.
 
     In a chat, the user's message goes to both sides, and each side reads its own earlier answers.
+    The system prompt comes first.
     The second value is the conversation, with the new turn when it is complete.
 
     `values` are the fields of `PlaygroundRequest`, in their order.
@@ -146,27 +168,30 @@ def compare(
         if chat:  # every turn has its own random numbers: the same ones tend to repeat an answer
             seed = request.seed + len(turns)
             requests = {
-                side: replace(request, prompt=_messages(turns, side, message), seed=seed)
+                side: replace(request, prompt=_messages(system, turns, side, message), seed=seed)
                 for side in SIDES
             }
         sections = {
             side: text_section(side, requests[side].prompt, PlaygroundResult("")) for side in SIDES
         }
-        answers = {}
-        for side in SIDES:
-            for result in _stream(backend, requests[side], steered=side == "steered"):
-                sections[side] = text_section(side, requests[side].prompt, result)
-                yield side_by_side(*sections.values()), list(turns)
-            answers[side] = result.text
+        results = {}
+        for side, result in _stream(backend, requests):
+            results[side] = result
+            sections[side] = text_section(side, requests[side].prompt, result)
+            yield side_by_side(*sections.values()), list(turns)
         if chat:
-            yield side_by_side(*sections.values()), [*turns, Turn(message, answers)]
+            turns = [*turns, Turn(message, {side: results[side].text for side in SIDES})]
+        for side in SIDES:
+            explained = backend.explain(requests[side], results[side])
+            sections[side] = text_section(side, requests[side].prompt, explained)
+            yield side_by_side(*sections.values()), list(turns)
     except ForetraceError as error:  # Gradio renders the message as HTML
         raise require_gradio().Error(escape(str(error)), print_exception=False) from error
 
 
-def _messages(turns: Sequence[Turn], side: str, message: str) -> Messages:
+def _messages(system: str, turns: Sequence[Turn], side: str, message: str) -> Messages:
     """Return the conversation of a side, up to the user's new message."""
-    messages = []
+    messages = [{"role": "system", "content": system}] if system.strip() else []
     for turn in turns:
         messages.append({"role": "user", "content": turn.message})
         messages.append({"role": "assistant", "content": turn.answers[side]})
@@ -195,34 +220,37 @@ def parse_request(
 
 
 def _stream(
-    backend: Backend, request: PlaygroundRequest, *, steered: bool
-) -> Iterator[PlaygroundResult]:
-    """Generate in a thread; yield the text so far, then the final result, or raise its error.
+    backend: Backend, requests: Mapping[str, PlaygroundRequest]
+) -> Iterator[tuple[str, PlaygroundResult]]:
+    """Generate each side in a thread; yield texts so far and final results, or raise an error.
 
-    If the consumer closes this generator, the next `on_text` call stops the thread.
+    If the consumer closes this generator, the next `on_text` call of each thread stops it.
     """
-    messages: Queue[str | PlaygroundResult | Exception] = Queue()
+    messages: Queue[tuple[str, PlaygroundResult | Exception, bool]] = Queue()
     closed = Event()
 
-    def on_text(text: str) -> None:
-        if closed.is_set():
-            raise InterruptedError("The page was closed.")
-        messages.put(text)
+    def work(side: str) -> None:
+        def on_text(text: str) -> None:
+            if closed.is_set():
+                raise InterruptedError("The page was closed.")
+            messages.put((side, PlaygroundResult(text), False))
 
-    def work() -> None:
         try:
-            with GENERATION_LOCK:
-                messages.put(backend.generate(request, steered, on_text))
+            result = backend.generate(requests[side], side == "steered", on_text)
+            messages.put((side, result, True))
         except Exception as error:
-            messages.put(error)
+            messages.put((side, error, True))
 
-    Thread(target=work, daemon=True).start()
+    for side in requests:
+        Thread(target=work, args=(side,), daemon=True).start()
+    running = len(requests)
     try:
-        while isinstance(message := messages.get(), str):
-            yield PlaygroundResult(message)
-        if isinstance(message, Exception):
-            raise message
-        yield message
+        while running:
+            side, message, complete = messages.get()
+            if isinstance(message, Exception):
+                raise message
+            running -= complete
+            yield side, message
     finally:
         closed.set()
 
@@ -240,10 +268,10 @@ def text_section(title: str, prompt: Prompt, result: PlaygroundResult) -> str:
     if table is not None:
         text = "".join(_token_html(table, position) for position in range(len(table.pieces)))
     facts = []
-    if result.probability is not None:
-        facts.append(f"attribute probability {result.probability:.3f}")
-    if result.price is not None:
-        facts.append(f"price {result.price:.3f} nats per token")
+    if result.generation is not None:
+        facts += [f"attribute probability {one:.3f}" for one in result.generation.probability]
+        if result.generation.price is not None:
+            facts.append(f"price {result.generation.price:.3f} nats per token")
     heading = f"{title}: {', '.join(facts)}" if facts else title
     return (
         f'<section class="{title}{" explained" if table else ""}"><h3>{heading}</h3>'
