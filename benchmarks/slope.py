@@ -99,10 +99,7 @@ class Samples(NamedTuple):
 
 def rewards_of(attribute: Attribute, vocab_size: int) -> Tensor:
     """Return the reward of each token, (V,)."""
-    table = torch.zeros(vocab_size)
-    for evidence in attribute.evidence:
-        table[evidence.tokens.long()] += evidence.rewards.float()
-    return table
+    return torch.stack([one.dense(vocab_size) for one in attribute.evidence]).sum(0).float()
 
 
 def main() -> None:

@@ -53,6 +53,12 @@ class Evidence:
         kept = ~torch.isin(self.tokens, torch.tensor(tokens, dtype=self.tokens.dtype))
         return replace(self, tokens=self.tokens[kept], rewards=self.rewards[kept])
 
+    def dense(self, vocab_size: int) -> Tensor:
+        """Return the reward of every token, 0 for those without one: (V,) float64."""
+        rewards = torch.zeros(vocab_size, dtype=torch.float64)
+        rewards[self.tokens.long()] = self.rewards.double()
+        return rewards
+
     def log_odds(self, tokens: Tensor, text_index: Tensor, count: int) -> Tensor:
         """Compute the log-odds of each of `count` texts, (count,) float64.
 

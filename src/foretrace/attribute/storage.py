@@ -86,7 +86,7 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
         }
         for number, one in enumerate(evidence):
             if _is_dense(one):
-                tensors[f"evidence_{number}_dense"] = _dense(one)
+                tensors[f"evidence_{number}_dense"] = one.dense(int(one.tokens[-1]) + 1).half()
     if context is not None:
         tensors |= {"context_readers": context.readers, "context_writers": context.writers}
     return tensors
@@ -98,13 +98,6 @@ def _is_dense(evidence: Evidence) -> bool:
     if len(tokens) < MIN_DENSE or 3 * len(tokens) < int(tokens[-1]):
         return False
     return bool((rewards.half() == rewards).all() & (rewards != 0).all())
-
-
-def _dense(evidence: Evidence) -> Tensor:
-    """Return the rewards of all tokens, 0 for those without one: (V,) float16."""
-    rewards = torch.zeros(int(evidence.tokens[-1]) + 1, dtype=torch.float16)
-    rewards[evidence.tokens.long()] = evidence.rewards.half()
-    return rewards
 
 
 def read(path: Path) -> Stored:

@@ -348,13 +348,8 @@ def log_weights_of(hmm: HMM, attribute: Attribute) -> Tensor:
 
 def _first_only_rewards(evidence: Sequence[Evidence], vocab_size: int) -> Tensor | None:
     """Add up the rewards that count once per text: (V,), or None if there are none."""
-    counted_once = [one for one in evidence if one.first_only]
-    if not counted_once:
-        return None
-    rewards = torch.zeros(vocab_size, dtype=torch.float64)
-    for one in counted_once:
-        rewards[one.tokens.long()] += one.rewards.double()
-    return rewards
+    counted_once = [one.dense(vocab_size) for one in evidence if one.first_only]
+    return torch.stack(counted_once).sum(0) if counted_once else None
 
 
 def _neutralized(attribute: Attribute, hmm: HMM) -> Terms:

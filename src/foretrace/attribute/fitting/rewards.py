@@ -115,7 +115,8 @@ def add_samples(
     samples = lm.samples.without(config.keep)
     design = Design.of(samples.counts, config, lm)
     (other,) = design.evidence(logistic(design, samples.scores, config.penalty))
-    own, added = (_table(one, examples.counts.shape[1]) for one in (*candidate.evidence, other))
+    vocab_size = examples.counts.shape[1]
+    own, added = (one.dense(vocab_size).numpy() for one in (*candidate.evidence, other))
     prices = lm.price(own), lm.price(added)
     if not all(prices):
         return candidate
@@ -129,13 +130,6 @@ def add_samples(
     predicted = _predict(evidence, held_out.counts)
     taught = make_candidate(evidence, predicted, transform, examples, held_out, config)
     return taught.with_facts(**lm.facts, samples=len(samples), auc_without_samples=candidate.auc)
-
-
-def _table(evidence: Evidence, vocab_size: int) -> Array:
-    """Return the reward of every token, (V,)."""
-    table = np.zeros(vocab_size)
-    table[evidence.tokens.numpy()] = evidence.rewards.numpy()
-    return table
 
 
 def fit_labels(

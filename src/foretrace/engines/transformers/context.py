@@ -264,9 +264,7 @@ class _Work:
         """Fit a context reward. Tokens to keep have no features to learn from."""
         features = self.probe.features.clone()
         features[list(keep)] = 0.0
-        rewards = torch.zeros(len(features))
-        for part in evidence:
-            rewards[part.tokens.long()] += part.rewards.float()
+        rewards = torch.stack([part.dense(len(features)) for part in evidence]).sum(0).float()
         return fit_context(
             data,
             rewards,
