@@ -206,16 +206,17 @@ class _Pool:
     def _wait(self) -> tuple[_Task, int | None]:
         """Wait for a task; return it and its tokens, or None if its worker died."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         [done], _ = ray.wait(list(self.tasks), num_returns=1)
         task = self.tasks.pop(done)
         try:
             return task, ray.get(done) or 0
-        except RayActorError:
-            return task, None
         except RayTaskError as error:
             raise error.cause from error
+        except RayError:  # it died, its node did, it ran out of memory, or it cannot be reached
+            ray.kill(task.worker)
+            return task, None
 
     def stop(self) -> None:
         """End all workers, also those that wait for room in the cluster."""
