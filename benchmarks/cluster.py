@@ -9,6 +9,7 @@ Both run on the cores of this machine. The two measurements of sampling alternat
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from time import perf_counter
 
 from foretrace._hardware import available_cores
 from foretrace.distill import DistillConfig, EMConfig, LMConfig, stages
-from foretrace.distill.executor import LocalExecutor, Produce
+from foretrace.distill.executor import Load, LocalExecutor, Produce
 from foretrace.distill.ray_executor import RayExecutor
 
 LENGTH = 32
@@ -41,6 +42,14 @@ def driver_memory(shards: int) -> None:
     print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
+@contextmanager
+def announced(load: Load, folder: Path) -> Iterator[Produce]:
+    """Load an LM, and leave a file in a folder when it is loaded."""
+    with load() as produce:
+        (folder / f"{os.getpid()}.loaded").touch()
+        yield produce
+
+
 def measure(model: str, rows: int, shards: int) -> tuple[float, float]:
     """Return tokens per second under Ray with two workers, and in one process, after loading."""
     config = DistillConfig(
@@ -52,13 +61,15 @@ def measure(model: str, rows: int, shards: int) -> tuple[float, float]:
         em=EMConfig(held_out=0),
     )
     rates = []
-    for executor in (RayExecutor(workers=2), LocalExecutor()):
-        with tempfile.TemporaryDirectory() as folder:
-            load = partial(stages.sampling, model, LMConfig(), config, [], Path(folder))
-            with executor.workers("sampling", load) as produce:
-                list(produce([0, 1]))  # load the LM
+    for executor, workers in ((RayExecutor(workers=2), 2), (LocalExecutor(), 1)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            load = partial(stages.sampling, model, LMConfig(), config, [], folder)
+            with executor.workers("sampling", partial(announced, load, folder)) as produce:
+                while len(list(folder.glob("*.loaded"))) < workers:
+                    list(produce([0]))
                 started = perf_counter()
-                tokens = sum(produce(range(2, shards)))
+                tokens = sum(produce(range(shards)))
                 rates.append(tokens / (perf_counter() - started))
     return rates[0], rates[1]
 
