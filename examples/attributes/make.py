@@ -41,6 +41,8 @@ class Source:
     """A table to hold out; None for a tenth of the texts."""
     keep: bool = False
     """Whether terms for groups of people get no weight."""
+    samples: bool = False
+    """Whether rewards are also fitted to samples of the language model: where this was measured."""
 
 
 DETOX, SST2 = "detox/train.jsonl.xz", "sentiment/sst2_train.jsonl.xz"
@@ -50,9 +52,11 @@ SOURCES = {
     "nontoxic": Source(
         DETOX, "text", lambda row: 1 - row["toxicity"], "detox/validation.jsonl.xz", keep=True
     ),
-    "positive": Source(SST2, "text", lambda row: row["positive"], SST2_TEST),
-    "negative": Source(SST2, "text", lambda row: 1 - row["positive"], SST2_TEST),
-    "political": Source(NEWS, "description", lambda row: row["category"] == "POLITICS", NEWS_TEST),
+    "positive": Source(SST2, "text", lambda row: row["positive"], SST2_TEST, samples=True),
+    "negative": Source(SST2, "text", lambda row: 1 - row["positive"], SST2_TEST, samples=True),
+    "political": Source(
+        NEWS, "description", lambda row: row["category"] == "POLITICS", NEWS_TEST, samples=True
+    ),
     "entertainment": Source(BBC, "text", lambda row: row["topic"] == "entertainment"),
     "sport": Source(BBC, "text", lambda row: row["topic"] == "sport"),
     "technical": Source(BBC, "text", lambda row: row["topic"] == "tech"),
@@ -72,7 +76,7 @@ class Maker:
         """Fit and calibrate an attribute."""
         texts, scores = self.read(source.train, source)
         teacher, judge = Classifiers.fit(self.model, self.tokenizer, texts, scores)
-        samples = None if teacher is None else self.samples.scored(teacher)
+        samples = self.samples.scored(teacher) if teacher and source.samples else None
         return calibrate_and_report(
             self.model,
             self.tokenizer,
