@@ -79,7 +79,7 @@ def _cost(lm: Any, tokenizer: Any, hmm: ft.HMM, batch: int, pairs: int, report: 
 def _success(lm: Any, tokenizer: Any, hmm: ft.HMM, count: int, report: Report) -> None:
     """Continue prompts without steering and under constraints."""
     constraint = ft.contains(MUST, tokenizer) & ~ft.contains(MUST_NOT, tokenizer)
-    compiler = ft.Compiler(hmm, HORIZON)
+    compiler = ft.Compiler(hmm, HORIZON, exact=True)
     prompts = BEGINNINGS.read_text("utf-8").splitlines()[:count]
     for name, scale in (("bare", None), ("steered", 1.0), ("scale 1.5", 1.5)):
         torch.manual_seed(0)

@@ -54,7 +54,7 @@ def main() -> None:
     store = ft.AttributeStore(EXAMPLES / "attributes")
     prompts = held_out_prompts(tokenizer, lm, hmm, 16 if args.quick else 64)
     runs = calibration.SteeredRuns(lm, prompts, ends=END, max_new_tokens=8 if args.quick else 24)
-    compiler = ft.Compiler(hmm, runs.max_new_tokens)
+    compiler = ft.Compiler(hmm, runs.max_new_tokens, exact=True)
     token_bytes = TokenBytes.of(tokenizer)
 
     @cache

@@ -1,4 +1,4 @@
-"""Measure where required text is placed, with an HMM and with token frequencies alone.
+"""Measure where the HMM expects required text, and where token frequencies alone expect it.
 
 The LM is SmolLM2-135M, as in the tests. --quick continues each prompt once.
 """
@@ -53,7 +53,7 @@ def main() -> None:
     bare = nats_per_token(runs.draw(None))
     for text in REQUIRED:
         for name, one in (("HMM", hmm), ("frequencies", unigram_hmm(lm, tokenizer))):
-            goal = ft.Compiler(one).compile(ft.Goal(ft.contains(text, tokenizer)))
+            goal = ft.Compiler(one, exact=True).compile(ft.Goal(ft.contains(text, tokenizer)))
             rows = runs.draw(goal)
             late = [text not in tokenizer.decode(row.tokens[: LENGTH - 2]) for row in rows]
             label = f"{text!r}, {name}"

@@ -20,9 +20,9 @@ def compiled(
     after: Marker | None = None,
     window: int | Marker | None = None,
 ) -> CompiledGoal:
-    """Compile one goal."""
+    """Compile one goal, with required text where the HMM expects it."""
     goal = Goal(attribute, strength, neutral_end=neutral_end, after=after, window=window)
-    return Compiler(hmm, horizon).compile(goal)
+    return Compiler(hmm, horizon, exact=True).compile(goal)
 
 
 def plain_goal(

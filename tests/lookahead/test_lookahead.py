@@ -14,8 +14,9 @@ from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from tiny import FORMS, TOKENS, all_texts, path_probabilities, tiny_hmm
-from tiny_attributes import WEIGHTS, attributes
+from foretrace.lookahead.tables import BELIEF_STEPS, REQUIRED_POWER
+from tiny import FORMS, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
+from tiny_attributes import SPELLED, WEIGHTS, attributes
 
 HORIZON = 5
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2-135m"
@@ -48,6 +49,43 @@ def test_eap_equals_enumeration(form: str, name: str, prefix: tuple[int, ...]) -
         eap = wide.eap(start, remaining)
         assert (eap - expected)[possible].abs().max() < 1e-10
         assert (narrow.eap(start, remaining) - expected)[possible].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("remaining", [0, 1, 3])
+def test_required_text_is_brought_forward_while_it_is_missing(form: str, remaining: int) -> None:
+    """After each next token, the power applies to an enumeration over the mean HMM state."""
+    hmm, attribute = tiny_hmm(form), Attribute.contains("ab", SPELLED)
+    lookahead, prefix = Lookahead(hmm, attribute, 4), torch.tensor([1])
+    initial, transition, emission = dense_tables(hmm)
+    beliefs = torch.stack([initial @ transition.matrix_power(t) for t in range(BELIEF_STEPS)])
+    average = HMM(beliefs.mean(0) @ transition, transition, emission)
+    later = all_texts(remaining).long()
+    chances = path_probabilities(average, later)[1].sum(0)
+    expected = lookahead.eap(prefix, remaining)
+    for token in range(TOKENS - 1):  # the last token is the required text: it is not missing
+        texts = torch.cat([torch.full((len(later), 1), token), later], 1)
+        counted = ~torch.isin(texts, torch.tensor(hmm.config.eos_token_ids, dtype=torch.long))
+        chance = chances @ attribute.probability(texts, counted)
+        expected[token] *= chance ** (REQUIRED_POWER - 1)
+    torch.testing.assert_close(lookahead.hastened().eap(prefix, remaining), expected)
+
+
+@pytest.mark.parametrize("name", ["one", "all", "must not", "weighed or must"])
+def test_nothing_is_brought_forward_without_required_text(name: str) -> None:
+    lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], HORIZON)
+    assert lookahead.hastened().tables is lookahead.tables
+
+
+def test_nothing_changes_once_required_text_has_come() -> None:
+    hmm, generated = tiny_hmm("dense"), [0, 1, 0, 2, 1]  # it has come after the third token
+    lookahead = Lookahead(hmm, attributes()["must and must not"], HORIZON)
+    exact, hastened = (
+        list(one.log_eap_along(hmm.initial[None], generated, len(generated)))
+        for one in (lookahead, lookahead.hastened())
+    )
+    same = [torch.equal(*pair) for pair in zip(exact, hastened, strict=True)]
+    assert same == [False, False, False, True, True]
 
 
 def test_more_remaining_tokens_than_the_horizon_use_the_horizon() -> None:

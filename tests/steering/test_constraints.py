@@ -6,7 +6,7 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.engines.prefix_tracker import PrefixTracker
 from foretrace.hmm import HMM
-from foretrace.steering import CompiledGoal, Marker, Request
+from foretrace.steering import CompiledGoal, Compiler, Goal, Marker, Request
 from goals import compiled, plain_goal, reweighted, steer
 from steering.test_exactness import first_steered
 from tiny import TOKENS, tiny_hmm
@@ -48,6 +48,24 @@ def test_required_texts_occur_and_forbidden_texts_do_not(
                 text = b"".join(spelled[token] for token in tokens if token != END)
                 assert b"abba" in text
                 assert b"aa" not in text
+
+
+def test_every_text_of_positive_probability_has_the_required_text() -> None:
+    """Also as it is brought forward, which is the default."""
+    hmm = tiny_hmm("dense")
+    request = Request(Compiler(hmm).compile(Goal(attributes()["must"])), (1,), 5)
+    texts: list[list[int]] = [[]]
+    for _ in range(5):
+        logits = torch.zeros(len(texts), TOKENS, dtype=torch.float64)
+        steered = steer(hmm, [request] * len(texts), texts, logits)
+        texts = [
+            [*text, int(token)]
+            for text, row in zip(texts, steered, strict=True)
+            for token in row.isfinite().nonzero()
+        ]
+    has_it = [b"aba" in b"".join(SPELLED[token] for token in text) for text in texts]
+    assert len(texts) > 100
+    assert all(has_it)
 
 
 def test_a_sequence_that_cannot_continue_ends() -> None:

@@ -62,7 +62,7 @@ def check_rows(
     **options: int | tuple[int, ...],
 ) -> Tensor:
     """Steer rows in one batch, compare them with the oracle, and return their logits."""
-    compiler, steering = Compiler(hmm, HORIZON), Steering(hmm, kernels=kernels)
+    compiler, steering = Compiler(hmm, HORIZON, exact=True), Steering(hmm, kernels=kernels)
     requests, expected = {}, []
     for row, (row_goals, generated) in enumerate(rows):
         request = Request(compiler.compile(row_goals), (1, 2), LIMIT, **options)  # type: ignore[arg-type]
@@ -173,7 +173,8 @@ def test_a_goal_is_about_its_window(
 ) -> None:
     hmm, attribute = tiny_hmm("dense"), attributes()["all"]
     goal = Goal(attribute, 1.0, after=after, window=window)
-    steering, compiled = Steering(hmm, kernels=kernels), Compiler(hmm, HORIZON).compile(goal)
+    steering = Steering(hmm, kernels=kernels)
+    compiled = Compiler(hmm, HORIZON, exact=True).compile(goal)
     steering.start({0: Request(compiled, (1, 2), LIMIT)}, {0: generated})
     logits = torch.randn(1, TOKENS, generator=torch.Generator().manual_seed(3))
     row = oracle.Row(

@@ -20,7 +20,7 @@ from foretrace.lookahead.kernels import (
     log_eap_,
     scale_terms,
 )
-from foretrace.lookahead.tables import Tables, build_tables
+from foretrace.lookahead.tables import Tables, build_tables, hastened
 from foretrace.vocabulary import require_same_fingerprint
 
 MIN_LOG_WEIGHT = -1e4  # stands for log 0, in the range of float16
@@ -107,6 +107,11 @@ class Lookahead:
     def __deepcopy__(self, memo: dict[int, object]) -> "Lookahead":
         """Return the lookahead itself: it does not change, and its tables are large."""
         return self
+
+    def hastened(self) -> "Lookahead":
+        """Return a lookahead for steering, which brings required text forward."""
+        tables = hastened(self.hmm, self.terms, self.tables)
+        return Lookahead(self.hmm, self.attribute, self.horizon, tables=tables)
 
     @property
     def nbytes(self) -> int:

@@ -32,6 +32,8 @@ class Compiler:
         horizon: How many tokens to look ahead after the next one. 0 weighs the next token alone.
         probe: The probe of the language model, for attributes with a context reward.
         memory: How many bytes of tables to keep. The least recently used are dropped first.
+        exact: Whether required text has exactly its probability under the HMM. By default, a power
+            of it brings the text forward, since language models postpone it.
 
     Example:
         >>> compiler = ft.Compiler(hmm, horizon=8)
@@ -47,8 +49,10 @@ class Compiler:
         probe: Probe | None = None,
         *,
         memory: int = DEFAULT_MEMORY,
+        exact: bool = False,
     ) -> None:
         self.hmm, self.horizon, self.probe, self.memory = hmm, horizon, probe, memory
+        self.exact = exact
         self._kept: OrderedDict[str, Lookahead | CompiledMarker] = OrderedDict()
         self._strengths = LevelStrengths(hmm)
         self._lock = RLock()
@@ -123,12 +127,13 @@ class Compiler:
 
     def _factor(self, attribute: Attribute, transform: LogitAffine) -> Factor:
         require_probe(attribute, self.probe)
-        content = f"{attribute.checksum} {attribute.config.vocab_size} {self.horizon}"
+        content = f"{attribute.checksum} {attribute.config.vocab_size} {self.horizon} {self.exact}"
         key = hashlib.sha256(content.encode()).hexdigest()
         with self._lock:
             kept = self._kept.get(key)
             if not isinstance(kept, Lookahead):
                 kept = Lookahead(self.hmm, attribute, self.horizon)
+                kept = kept if self.exact else kept.hastened()
             return Factor(key, self._keep(key, kept), transform)
 
     def _window(self, goals: Iterable[Goal]) -> Window:

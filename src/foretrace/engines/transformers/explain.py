@@ -35,6 +35,8 @@ class Candidate:
 
     For a goal with evidence, it is the expected exponential of all rewards, divided by its mean
     over the LM's next tokens: above 1, the token is favoured. Outside a goal's window, it is 1.
+    If required text is still missing after the token, it is less than the EAP, unless the compiler
+    is exact.
     """
     steered: float
     """Probability after steering."""

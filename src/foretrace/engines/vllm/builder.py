@@ -34,7 +34,7 @@ from foretrace.steering.markers import CompiledMarker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5  # of the tables: others are not read
+VERSION = 6  # of the tables: others are not read
 ATTRIBUTE_MEMORY = (
     256 << 20
 )  # bytes of attributes that are kept, with the strengths of their levels
@@ -144,7 +144,8 @@ class TableBuilder:
         ((attribute, _),) = self._compiler.merge(
             goal.goals(attributes, lambda operand: self._token_bytes().contains(operand))
         )
-        self.store.add_lookahead(key, Lookahead(self.hmm, attribute, self.horizon))
+        lookahead = Lookahead(self.hmm, attribute, self.horizon).hastened()
+        self.store.add_lookahead(key, lookahead)
         self.observe("build", perf_counter() - began)
 
     def _build_marker(self, key: str, text: str) -> None:
