@@ -208,7 +208,8 @@ def test_explain_a_given_and_a_generated_text(run: Run, steered: list[str], tmp_
     assert html.count('class="token"') == 3
     assert html.count("</script>") == 1  # a name cannot close the page's script
     assert not re.search(r"https?://", html)
-    assert "level medium; price 0." in html
+    assert "medium" in html
+    assert "<dt>price</dt><dd>0." in html
     assert len(re.search(r"prices = \[(.*?)\]", html)[1].split(",")) == 3  # type: ignore[index]
     code, out, _ = run("explain", *steered, *options[:6], *text)
     assert code == 0
