@@ -97,7 +97,7 @@ def test_an_automaton_is_restricted_to_a_vocabulary() -> None:
     torch.testing.assert_close(values(few, known), values(CONSTRAINED, known))
     assert few.num_states == CONSTRAINED.num_states == 4
     assert few.automaton is not None
-    assert few.automaton.dfa.tokens.tolist() == [0, 1]
+    assert set(few.automaton.dfa.tokens.tolist()) <= {0, 1}
 
 
 def test_terms_with_equal_weights_are_added_and_those_that_cancel_dropped() -> None:

@@ -30,6 +30,8 @@ def test_report_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> No
         "mlx",
         "evaluate",
         "playground",
+        "ray",
+        "s3",
     }
     text = report(capsys, as_json=False)
     assert "| torch | " in text
