@@ -104,6 +104,8 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[ProcessGroup]:
         dist.init_process_group(backend, timeout=timedelta(hours=6))
         try:
             yield current_group()
+            # In torch 2.4, a process may wait for ever if another one has left before it does.
+            dist.barrier()
         finally:
             dist.destroy_process_group()
 
