@@ -1,5 +1,6 @@
 """Test methods from outside foretrace: processors, hooks and models, their prices, and resuming."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,6 +142,21 @@ def test_only_processors_have_a_price(done: tuple[Path, dict[str, Any]]) -> None
     assert priced == {"bare", "nothing", "processor"}
     assert methods["nothing"]["figures"]["price"]["value"] == pytest.approx(0.0, abs=1e-6)
     assert methods["processor"]["figures"]["price"]["value"] > 0.05
+
+
+def test_losses_are_known_where_the_lm_itself_continued_the_prompt(
+    done: tuple[Path, dict[str, Any]],
+) -> None:
+    known = {}
+    for file in (done[0] / "out" / "generations").glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        known[file.stem] = all(losses is not None for row in rows for losses in row["bare_nats"])
+        assert known[file.stem] or all(row["bare_nats"] == [None] * 3 for row in rows)
+    assert {name for name, is_known in known.items() if is_known} == {
+        "bare",
+        "nothing",
+        "processor",
+    }
 
 
 def test_a_finished_run_generates_nothing(

@@ -357,3 +357,33 @@ def test_generation_with_and_without_a_first_token(lm: Any, tmp_path: Path) -> N
         file = tmp_path / f"{bos_token_id}.jsonl"
         continued = generator.generate(["w1", "w2"], Method("bare"), file, {})
         assert [len(generation.texts) for generation in continued] == [3, 3]
+
+
+def test_texts_without_losses_are_refused(lm: Any, tmp_path: Path) -> None:
+    sampling = Sampling(continuations=1, max_new_tokens=2)
+    generator = ContinuationGenerator(lm, word_tokenizer(), sampling, [0], 0)
+    file = tmp_path / "bare.jsonl"
+    generator.generate(["w1"], Method("bare"), file, {})
+    settings, row = map(json.loads, file.read_text().splitlines())
+    del row["bare_nats"]
+    file.write_text(f"{json.dumps(settings)}\n{json.dumps(row)}\n")
+    with pytest.raises(InvalidFileError, match=r"lacks 'bare_nats'.* Remove the file"):
+        generator.generate(["w1"], Method("bare"), file, {})
+
+
+def test_costs_are_ratios_within_a_turn(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes slower from turn to turn does not change them."""
+    calls: list[tuple[str, int]] = []
+
+    def fake_time(self: Any, prompts: Any, method: Method, tokens: int) -> float:
+        calls.append((method.name, tokens))
+        turn = sum(name == "bare" for name, _ in calls)
+        return float(10**turn * {"bare": 1, "a": 2, "b": 3}[method.name])
+
+    monkeypatch.setattr(ContinuationGenerator, "_time", fake_time)
+    monkeypatch.setattr(continuations, "TIMED_RUNS", 3)
+    generator = ContinuationGenerator(lm, word_tokenizer(), Sampling(), [0], 0)
+    bare, a, b = (Method(name) for name in ("bare", "a", "b"))
+    assert generator.relative_costs(["w1"], [a, b], bare) == {"a": 2.0, "b": 3.0}
+    assert [name for name, _ in calls] == ["bare", "a", "b"] * 4
+    assert [tokens for _, tokens in calls] == [continuations.WARM_UP_TOKENS] * 3 + [20] * 9

@@ -1,12 +1,13 @@
 """Test suites: those that come with foretrace, and user files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
-from foretrace.evaluate.suite import MethodPlan, Table, load_suite, suite_names
+from foretrace.evaluate.suite import AttributePlan, MethodPlan, Table, load_suite, suite_names
 
 SUITE = """
 prompts: {file: prompts.jsonl, text: prompt}
@@ -92,6 +93,14 @@ def test_settings_of_several_goals(tmp_path: Path) -> None:
     assert method("level: mild").used_level == "mild"
     assert method("neutral_end: false").used_level == "medium"
     assert method("strength: 2").used_level is None
+
+
+def test_only_evidence_needs_samples_of_the_lm() -> None:
+    plan = AttributePlan("texts.jsonl", score="high")
+    assert plan.uses_samples
+    assert replace(plan, objective="evidence").uses_samples
+    for other in ({"objective": "cross-entropy"}, {"terms": 2}, {"by": "label"}, {"samples": 0}):
+        assert not replace(plan, **other).uses_samples
 
 
 def test_a_suite_cannot_extend_itself(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OnProgress = Callable[[int, int], None]
-TIMED_PROMPTS, TIMED_RUNS, TIMED_TOKENS = 2, 3, 32
+NATS_DIGITS = 5  # decimals of the losses of tokens in the file
+TIMED_PROMPTS, TIMED_RUNS, TIMED_TOKENS, WARM_UP_TOKENS = 2, 3, 32, 2
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Generation(NamedTuple):
             The mean estimates the conditional entropy.
         prices: The price of steering each, in nats per generated token; 0 without steering.
         tokens: The number of generated tokens of each.
+        bare_nats: The negative log-probability of every token of each under the bare LM, as
+            `token_nll` computes it from the text. None where it must be computed: the LM generated
+            the text from another input, or the text is encoded as other tokens than were generated.
         seconds: The time of generation.
     """
 
@@ -94,6 +98,7 @@ class Generation(NamedTuple):
     nats: list[float]
     prices: list[float]
     tokens: list[int]
+    bare_nats: list[list[float] | None]
     seconds: float
 
 
@@ -181,32 +186,42 @@ class ContinuationGenerator:
             on_progress(batch[-1] + 1, len(prompts))
         return [generations[index] for index in range(len(prompts))]
 
-    def relative_cost(self, prompts: Sequence[str], method: Method, baseline: Method) -> float:
-        """Measure the time that a method takes, relative to a baseline.
+    def relative_costs(
+        self,
+        prompts: Sequence[str],
+        methods: Sequence[Method],
+        baseline: Method,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> dict[str, float]:
+        """Measure the time that methods take, relative to a baseline.
 
-        The two take turns, because other processes may slow the machine down. Only the first tokens
+        In every turn, the baseline and then each method generate the same texts once. Ratios are
+        within a turn, because other processes may slow the machine down. Only the first tokens
         of a text are generated, because a later step takes about as long.
 
         Args:
             prompts: The prompts, of which the first two are continued.
-            method: The method to measure.
+            methods: The methods to measure.
             baseline: The method to compare with.
+            on_progress: Called after each turn with the numbers of turns done and of all.
 
         Returns:
-            The median of the ratios of the times.
+            The median of the ratios of the times, by the name of the method.
         """
-        indices, ratios = range(min(TIMED_PROMPTS, len(prompts))), []
-        for run in range(TIMED_RUNS + 1):
-            seconds, baseline_seconds = (
-                self._time(prompts, timed, indices) for timed in (method, baseline)
-            )
-            if run:  # the first run warms up
-                ratios.append(seconds / baseline_seconds)
-        return float(np.median(ratios))
-
-    def _time(self, prompts: Sequence[str], method: Method, indices: range) -> float:
-        inputs = [(method.prompts or prompts)[index] for index in indices]
         tokens = min(self.sampling.max_new_tokens, TIMED_TOKENS)
+        for method in (baseline, *methods):
+            self._time(prompts, method, min(tokens, WARM_UP_TOKENS))
+        turns = []
+        for turn in range(TIMED_RUNS):
+            bare, *others = (self._time(prompts, one, tokens) for one in (baseline, *methods))
+            turns.append([seconds / bare for seconds in others])
+            on_progress(turn + 1, TIMED_RUNS)
+        names = [method.name for method in methods]
+        return dict(zip(names, np.median(turns, axis=0).tolist(), strict=True))
+
+    def _time(self, prompts: Sequence[str], method: Method, tokens: int) -> float:
+        indices = range(min(TIMED_PROMPTS, len(prompts)))
+        inputs = [(method.prompts or prompts)[index] for index in indices]
         timed = replace(self, sampling=replace(self.sampling, max_new_tokens=tokens))
         return timed._generate_batch(inputs, method, indices)[0].seconds
 
@@ -227,7 +242,9 @@ class ContinuationGenerator:
             drawn = sampler.draw(encoded, sampling.continuations * method.best_of, goals)
             seconds = (perf_counter() - start) / len(inputs)
         generations = []
-        for index, prompt_ids, candidates in zip(indices, encoded, drawn, strict=True):
+        for index, prompt, prompt_ids, candidates in zip(
+            indices, inputs, encoded, drawn, strict=True
+        ):
             chosen = candidates
             if method.best_of > 1:
                 chosen = self._best(candidates, method.best_of, method.best_by[index])
@@ -235,8 +252,26 @@ class ContinuationGenerator:
             nats = [-text.log_probability for text in chosen]
             prices = [text.price for text in chosen]
             tokens = [len(text.tokens) for text in chosen]
-            generations.append(Generation(texts, nats, prices, tokens, seconds))
+            bare_nats: list[list[float] | None] = [None] * len(chosen)
+            if method.prompts is None and plugin.keeps_lm:
+                bare_nats = self._bare_nats(prompt, prompt_ids, texts, chosen)
+            generations.append(Generation(texts, nats, prices, tokens, bare_nats, seconds))
         return generations
+
+    def _bare_nats(
+        self, prompt: str, prompt_ids: list[int], texts: Sequence[str], drawn: Sequence[Drawn]
+    ) -> list[list[float] | None]:
+        """Return the losses of texts that are encoded as the tokens drawn; None of others.
+
+        A special token that ends a text is not in the text, and has no loss.
+        """
+        losses: list[list[float] | None] = []
+        encoded = self.encode([prompt + text for text in texts])
+        for ids, text in zip(encoded, drawn, strict=True):
+            is_same = ids == [*prompt_ids, *text.tokens][: len(ids)]
+            nats = text.bare_nats[: len(ids) - len(prompt_ids)]
+            losses.append([round(one, NATS_DIGITS) for one in nats] if is_same else None)
+        return losses
 
     def _best(self, candidates: Sequence[Drawn], of: int, attribute: Attribute) -> list[Drawn]:
         """Choose from every `of` candidates the one with the greatest attribute probability.
@@ -297,6 +332,13 @@ def _read(file: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
             f"{file} holds texts that were generated with other settings. Choose another folder, "
             f"or remove the file to generate them again."
         )
-    return {
-        row["prompt"]: Generation(*(row[name] for name in Generation._fields)) for row in rows[1:]
-    }
+    try:
+        return {
+            row["prompt"]: Generation(*(row[name] for name in Generation._fields))
+            for row in rows[1:]
+        }
+    except KeyError as error:
+        raise InvalidFileError(
+            f"{file} lacks {error}, because another version of foretrace wrote it. Remove the file "
+            f"to generate the texts again."
+        ) from error

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.transformers.batch import model_inputs, pad_left
+from foretrace.engines.transformers.sampler import token_nats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,18 +24,37 @@ def token_nll(
     prompts: Sequence[str],
     texts: Sequence[Sequence[str]],
     *,
+    known: Sequence[Sequence[Sequence[float] | None]] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[list[float]]]:
     """Compute the negative log-likelihood of every token of each prompt's continuations, in nats.
 
     Prompt and continuation are encoded together. The continuation begins after the number of
-    tokens of the prompt.
+    tokens of the prompt. The model reads only the texts whose losses are not `known`.
     """
+    known = known or [[None] * len(prompt_texts) for prompt_texts in texts]
     pairs = [
         (prompt, text)
-        for prompt, prompt_texts in zip(prompts, texts, strict=True)
-        for text in prompt_texts
+        for prompt, prompt_texts, losses in zip(prompts, texts, known, strict=True)
+        for text, text_losses in zip(prompt_texts, losses, strict=True)
+        if text_losses is None
     ]
+    read = iter(_read_pairs(model, encode, pairs, on_progress))
+    return [
+        [next(read) if losses is None else list(losses) for losses in prompt_losses]
+        for prompt_losses in known
+    ]
+
+
+def _read_pairs(
+    model: "PreTrainedModel",
+    encode: Encode,
+    pairs: Sequence[tuple[str, str]],
+    on_progress: Callable[[int, int], None],
+) -> list[list[float]]:
+    """Compute the losses of pairs of a prompt and its continuation."""
+    if not pairs:
+        return []
     rows = encode([prompt + text for prompt, text in pairs])
     prompt_rows = encode([prompt for prompt, _ in pairs])
     # The first token of a row has no prediction, so it is never scored.
@@ -46,8 +66,7 @@ def token_nll(
     for batch in _batches(counts):
         nats += _batch_nll(model, rows[batch], counts[batch])
         on_progress(batch.stop, len(pairs))
-    remaining = iter(nats)
-    return [[next(remaining) for _ in prompt_texts] for prompt_texts in texts]
+    return nats
 
 
 def _batches(counts: Sequence[int]) -> Iterator[slice]:
@@ -73,15 +92,9 @@ def _batch_nll(
         return [[] for _ in rows]
     inputs = model_inputs(*pad_left(rows, 0), model.device)
     logits: Tensor = model(**inputs, logits_to_keep=longest + 1).logits[:, -longest - 1 : -1]
-    targets = inputs["input_ids"][:, -longest:, None]
+    targets = inputs["input_ids"][:, -longest:]
     # One row at a time: a float32 copy of the whole batch would be hundreds of megabytes, twice.
     return [
-        _token_nll(row_logits, row_targets)[longest - count :].tolist()
+        token_nats(row_logits.float(), row_targets)[longest - count :].tolist()
         for count, row_logits, row_targets in zip(counts, logits, targets, strict=True)
     ]
-
-
-def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the negative log-likelihood of tokens: (T, V) logits, (T, 1) ids -> (T,)."""
-    logits = logits.float()
-    return logits.logsumexp(-1) - logits.gather(-1, targets)[:, 0]

@@ -50,7 +50,12 @@ class Plugin:
     @property
     def has_price(self) -> bool:
         """Whether the price can be measured: nothing but the processor changes the logits."""
-        return self.processor is not None and self.hook is None and self.model is None
+        return self.processor is not None and self.keeps_lm
+
+    @property
+    def keeps_lm(self) -> bool:
+        """Whether the unchanged LM computes the logits before a processor."""
+        return self.hook is None and self.model is None
 
     def active(self) -> AbstractContextManager[Any]:
         """Return a context manager to generate a batch in: the hook's, or one without effect."""

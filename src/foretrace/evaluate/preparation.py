@@ -20,7 +20,7 @@ from foretrace.attribute import (
 from foretrace.attribute.token_ids import Texts
 from foretrace.chat import Prompt, as_messages, render_chat
 from foretrace.context import Head, token_embeddings
-from foretrace.engines.transformers.samples import Classifiers, TeachingSamples
+from foretrace.engines.transformers.samples import TeachingSamples, fit_teacher
 from foretrace.errors import InvalidFileError, InvalidInputError, reason
 from foretrace.evaluate.continuations import Method
 from foretrace.evaluate.suite import AttributePlan, MethodPlan, Suite
@@ -83,7 +83,7 @@ def fit_attributes(
             continue
         plan_file.unlink(missing_ok=True)
         used = {**settings, **(lm_settings if plan.uses_lm else {})}
-        if plan.uses_lm and plan.by is None and plan.samples:
+        if plan.uses_samples:
             used["samples"] = teacher.teach(plan, rows)
         for attribute in _fit(name, plan, rows, tokenizer, used):
             store.add(attribute)
@@ -101,6 +101,9 @@ class _Teacher:
     suite: Suite
     data: Path
     file: Path
+    _drawn: dict[int, TeachingSamples] = field(default_factory=dict)
+    _scored: dict[str, tuple[Texts, list[float]] | None] = field(default_factory=dict)
+    """What attributes with equal texts and scores share."""
 
     def teach(self, plan: AttributePlan, rows: Sequence[Row]) -> tuple[Texts, list[float]] | None:
         """Return samples and their scores; None if the attribute's texts are too few for it."""
@@ -108,18 +111,24 @@ class _Teacher:
             [row[plan.text] for row in rows],
             [_planned_score(row, plan) for row in rows],
         )
-        teacher = Classifiers.fit(self.lm, self.tokenizer, texts, scores).teacher
-        return None if teacher is None else self._samples(plan.samples).scored(teacher)
+        key = rows_identity([{"texts": texts, "scores": scores, "samples": plan.samples}])
+        if key not in self._scored:
+            teacher = fit_teacher(self.lm, self.tokenizer, texts, scores)
+            samples = None if teacher is None else self._samples(plan.samples).scored(teacher)
+            self._scored[key] = samples
+        return self._scored[key]
 
     def _samples(self, count: int) -> TeachingSamples:
-        return TeachingSamples.draw(
-            self.lm,
-            self.tokenizer,
-            self.file,
-            prompts=self._prompts(),
-            ends=self.hmm.config.eos_token_ids,
-            count=count,
-        )
+        if count not in self._drawn:
+            self._drawn[count] = TeachingSamples.draw(
+                self.lm,
+                self.tokenizer,
+                self.file,
+                prompts=self._prompts(),
+                ends=self.hmm.config.eos_token_ids,
+                count=count,
+            )
+        return self._drawn[count]
 
     def _prompts(self) -> list[Prompt]:
         """Return the prompts for calibration; without any, the LM writes openings."""

@@ -318,11 +318,13 @@ class _Runner:
         if cached.get("settings") == settings and cached.get("lm") == self.lm:
             return costs
         (baseline,) = [method for method in methods if method.name == self.suite.baseline]
-        costs = {baseline.name: 1.0}
-        for done, method in enumerate(methods, 1):
-            if method is not baseline:
-                costs[method.name] = self.generator.relative_cost(self.prompts, method, baseline)
-            self.on_progress("time", done, len(methods), "methods")
+        others = [method for method in methods if method is not baseline]
+        costs = {baseline.name: 1.0} | self.generator.relative_costs(
+            self.prompts,
+            others,
+            baseline,
+            lambda done, total: self.on_progress("time", done, total, "turns"),
+        )
         _io.write_json(file, {"settings": settings, "lm": self.lm, "costs": costs})
         return costs
 
@@ -339,7 +341,8 @@ class _Runner:
         texts = [generation.texts for generation in generations]
         tokens = [generation.tokens for generation in generations]
         measurements, groups = self._judge(f"judge: {name}", texts)
-        losses, block_losses = self._losses(name, texts)
+        bare_nats = [generation.bare_nats for generation in generations]
+        losses, block_losses = self._losses(name, texts, bare_nats)
         measurements["perplexity"] = metrics.perplexity(losses)
         if _has_price(self.suite.methods[method.name], method.plugin):
             prices = [generation.prices for generation in generations]
@@ -399,11 +402,15 @@ class _Runner:
         return blocks
 
     def _losses(
-        self, name: str, texts: Sequence[Sequence[str]]
+        self,
+        name: str,
+        texts: Sequence[Sequence[str]],
+        known: Sequence[Sequence[Sequence[float] | None]],
     ) -> tuple[list[list[float | None]], list[Measurement]]:
         """Compute the unsteered LM's mean loss on each text, and on each of several blocks.
 
-        Losses are in nats per token, and kept in a file.
+        The losses of tokens are known from the generation of some texts. Means are in nats per
+        token, and kept in a file.
         """
         file = self.out / "surprise" / f"{name}.json"
         inputs = json.dumps([texts, list(self.prompts), self.generator.bos_token_id, self.lm])
@@ -417,6 +424,7 @@ class _Runner:
                 self.generator.encode,
                 self.prompts,
                 texts,
+                known=known,
                 on_progress=lambda done, total: self.on_progress(
                     f"read: {name}", done, total, "texts"
                 ),

@@ -133,6 +133,12 @@ class AttributePlan(Table):
             )
 
     @property
+    def uses_samples(self) -> bool:
+        """Whether the fit uses samples of the LM: products and labels do not."""
+        is_evidence = self.objective in (None, "auto", "evidence") and self.terms == 1
+        return self.uses_lm and self.by is None and self.samples > 0 and is_evidence
+
+    @property
     def kept_words(self) -> Sequence[str]:
         """The words that must not decide."""
         return group_terms() if self.keep == GROUPS else self.keep

@@ -37,20 +37,22 @@ def goals() -> list[CompiledGoal | None]:
 
 def expected(
     lm: Any, prompt: list[int], tokens: list[int], goal: CompiledGoal | None
-) -> tuple[float, float]:
-    """Compute the log-probability and the price of a continuation, as transformers would."""
+) -> tuple[float, float, list[float]]:
+    """Compute the log-probability, the price and the bare losses, as transformers would."""
     spent: list[Tensor] = []
     processor = SteeringProcessor(
         goal, prompt_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, on_price=spent.append
     )
-    total = 0.0
+    total, bare = 0.0, []
     for place, token in enumerate(tokens):
         ids = torch.tensor([[*prompt, *tokens[:place]]])
         with torch.inference_mode():
-            scores: Tensor = processor(ids, lm(ids).logits[:, -1])
+            logits = lm(ids).logits[:, -1]
+            scores: Tensor = processor(ids, logits)
+        bare.append(-float(logits.log_softmax(-1)[0, token]))
         kept = TopPLogitsWarper(TOP_P)(ids, scores)
         total += float(kept.log_softmax(-1)[0, token])
-    return total, sum(map(float, spent)) / len(tokens)
+    return total, sum(map(float, spent)) / len(tokens), bare
 
 
 @pytest.mark.shows("transformers sampler", "sampling", "batch")
@@ -66,8 +68,9 @@ def test_probabilities_are_those_of_what_was_drawn(
         for each in own:
             assert 1 <= len(each.tokens) <= NEW
             assert 0 not in each.tokens[:-1]
-            log_probability, price = expected(lm, prompt, each.tokens, mine)
+            log_probability, price, bare_nats = expected(lm, prompt, each.tokens, mine)
             assert each.log_probability == pytest.approx(log_probability, abs=1e-4)
+            assert each.bare_nats == pytest.approx(bare_nats, abs=1e-4)
             assert each.price == pytest.approx(price, abs=1e-5)
             assert (each.price > 0) == (mine is not None)
 

@@ -28,6 +28,8 @@ class Drawn(NamedTuple):
 
     tokens: list[int]
     log_probability: float
+    bare_nats: list[float]
+    """The negative log-probability of each token before steering, without a nucleus."""
     price: float = 0.0
     """Mean KL(steered || bare) of the next token over the continuation, in nats; 0 if bare."""
 
@@ -72,12 +74,13 @@ class Sampler:
         ids, mask = pad_left(prompts, 0)
         processor = self.processor(goal, prompts, mask)
         rows, ids = LMBatch(self.model, prompts, copies), ids.repeat_interleave(copies, 0)
-        start, log_probabilities, spent = ids.shape[1], [], []
+        start, log_probabilities, bare_nats, spent = ids.shape[1], [], [], []
         ended = torch.zeros(len(ids), dtype=torch.bool)
         ends = torch.tensor(list(self.ends), dtype=torch.long)
         for left in reversed(range(self.max_new_tokens)):
             steered = processor(ids, rows.logits)
             tokens, nats = draw_nucleus(steered, self.top_p)
+            bare_nats.append(token_nats(rows.logits, tokens).cpu())
             tokens, nats = tokens.cpu(), nats.cpu()
             log_probabilities.append(nats.masked_fill(ended, 0.0))
             if steered is not rows.logits:
@@ -89,10 +92,11 @@ class Sampler:
             rows.append(tokens)
         totals = torch.stack(log_probabilities).sum(0).tolist()
         texts = [cut_at_end(row, self.ends) for row in ids[:, start:].tolist()]
+        token_rows = torch.stack(bare_nats, 1).tolist()
         nats_spent = torch.stack(spent).sum(0).tolist() if spent else [0.0] * len(texts)
         drawn = [
-            Drawn(text, total, price / len(text))
-            for text, total, price in zip(texts, totals, nats_spent, strict=True)
+            Drawn(text, total, nats[: len(text)], price / len(text))
+            for text, total, nats, price in zip(texts, totals, token_rows, nats_spent, strict=True)
         ]
         return [drawn[i : i + copies] for i in range(0, len(drawn), copies)]
 
@@ -106,6 +110,11 @@ class Sampler:
         return SteeringProcessor(
             goal, prompt_mask=mask, max_new_tokens=self.max_new_tokens, stop_ids=self.ends
         )
+
+
+def token_nats(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the negative log-probability of tokens: (n, V) logits, (n,) ids -> (n,)."""
+    return logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0]
 
 
 def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -128,8 +137,8 @@ def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """
     total = logits.logsumexp(-1, keepdim=True)
     if top_p >= 1:
-        chosen = torch.multinomial((logits - total).exp(), 1)
-        return chosen[:, 0], (logits - total).gather(1, chosen)[:, 0]
+        chosen = torch.multinomial((logits - total).exp_(), 1)
+        return chosen[:, 0], (logits.gather(1, chosen) - total)[:, 0]
     top, tokens = logits.topk(min(TOP_K, logits.shape[1]))
     drawn = _draw_sorted(top, tokens, total, top_p)
     wide = (top - total).exp().sum(-1) < top_p

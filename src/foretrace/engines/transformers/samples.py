@@ -20,7 +20,12 @@ from foretrace.engines.prompts import decode_after, start_ids
 from foretrace.engines.transformers.calibration import OnStage, silent, write_openings
 from foretrace.engines.transformers.generation import stop_tokens
 from foretrace.engines.transformers.judged_runs import fit_judge
-from foretrace.engines.transformers.text_classifier import Floats, TextClassifier, mean_states
+from foretrace.engines.transformers.text_classifier import (
+    Floats,
+    TextClassifier,
+    are_enough,
+    mean_states,
+)
 from foretrace.engines.transformers.writer import LMWriter
 from foretrace.errors import InvalidInputError
 
@@ -164,31 +169,46 @@ class Classifiers(NamedTuple):
 
         A judge that had taught the rewards would find its own errors in the steered texts.
         """
-        teacher, judge = (
-            fit_judge(
-                lm,
-                tokenizer,
-                [texts[text] for text in half],
-                [scores[text] for text in half],
-                on_progress,
-            )
-            for half in _halves(tokenizer, texts, scores)
-        )
-        if teacher is None or judge is None:  # too few texts for two
+        halves = _halves(tokenizer, texts, scores)
+        if halves is None:
             return cls(None, fit_judge(lm, tokenizer, texts, scores, on_progress))
-        return cls(teacher if teacher.is_trusted else None, judge)
+        teacher, judge = (fit_judge(lm, tokenizer, *half, on_progress) for half in halves)
+        return cls(_trusted(teacher), judge)
+
+
+def fit_teacher(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str],
+    scores: Sequence[float],
+) -> TextClassifier | None:
+    """Fit the teacher of `Classifiers` without the judge, in half the time.
+
+    Example:
+        >>> from foretrace.engines.transformers.samples import fit_teacher
+        >>> fit_teacher(model, tokenizer, ["you fool", "dear customer"], [0.0, 1.0]) is None
+        True
+    """
+    halves = _halves(tokenizer, texts, scores)
+    return None if halves is None else _trusted(fit_judge(lm, tokenizer, *halves[0]))
+
+
+def _trusted(teacher: TextClassifier | None) -> TextClassifier | None:
+    return teacher if teacher is not None and teacher.is_trusted else None
 
 
 def _halves(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], scores: Sequence[float]
-) -> list[list[int]]:
-    """Divide texts into two halves, near duplicates together."""
+) -> list[tuple[list[str], list[float]]] | None:
+    """Divide texts and scores into two halves, near duplicates together; None if too few."""
     windows = tokenize(texts, tokenizer)
     window_scores = [scores[text] for text in windows.texts]
     vocab_size = max(int(max(ids)) for ids in windows.token_ids) + 1
     examples = Examples.from_scores(windows.token_ids, window_scores, vocab_size, windows.texts)
     try:
         split = Split.of(examples, None, 0.5, 0)
-    except InvalidInputError:  # too few texts: their classifiers say so, too
-        return [list(range(len(texts)))[:1]] * 2
-    return [sorted(set(part.groups.tolist())) for part in (split.fitting, split.held_out)]
+    except InvalidInputError:  # too few texts
+        return None
+    members = [sorted(set(part.groups.tolist())) for part in (split.fitting, split.held_out)]
+    halves = [([texts[i] for i in half], [scores[i] for i in half]) for half in members]
+    return halves if all(are_enough(*half) for half in halves) else None

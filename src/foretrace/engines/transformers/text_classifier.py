@@ -135,6 +135,16 @@ class TextClassifier:
         return probabilities
 
 
+def are_enough(texts: Sequence[str], scores: Sequence[float]) -> bool:
+    """Return whether a classifier can be fitted to texts: none is blank, and no side is small."""
+    try:
+        require_content(texts)
+        _balanced(_labels(np.asarray(scores, dtype=np.float64)), np.random.default_rng(0))
+    except InvalidInputError:
+        return False
+    return True
+
+
 def mean_states(
     lm: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
