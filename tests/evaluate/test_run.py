@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers.sampler import Sampler
 from foretrace.errors import InvalidFileError, InvalidInputError
-from foretrace.evaluate import continuations, strengths
+from foretrace.evaluate import continuations, preparation, strengths
 from foretrace.evaluate.continuations import (
     ContinuationGenerator,
     Method,
     Sampling,
 )
 from foretrace.evaluate.linear_judge import LinearJudge
+from foretrace.evaluate.preparation import fit_attributes
 from foretrace.evaluate.report import write_report
 from foretrace.evaluate.run import EvaluationConfig, evaluate
 from foretrace.evaluate.scoring import Scorer
@@ -161,6 +163,28 @@ def test_words_that_are_kept_do_not_decide(done: tuple[Path, dict[str, Any]]) ->
     nothing = attribute.probability([[]]).item()
     assert kept == nothing
     assert other != nothing
+
+
+def test_attributes_with_equal_texts_and_scores_share_a_teacher(
+    data: Path, lm: Any, hmm: HMM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[list[float]] = []
+    monkeypatch.setattr(
+        preparation, "fit_teacher", lambda lm, tokenizer, texts, scores: fitted.append(scores)
+    )
+    suite = load_suite(data / "mine.yaml")
+    low = suite.attributes["low"]
+    plans = {
+        "low": low,
+        "other words": replace(low, keep=["w34"]),
+        "product": replace(low, objective="cross-entropy"),
+        "high": replace(low, invert=False),
+    }
+    suite = replace(suite, attributes=plans)
+    store = fit_attributes(suite, data, tmp_path, lm, word_tokenizer(), hmm)
+    assert sorted(store) == sorted(plans)
+    first, second = fitted
+    assert [1 - score for score in first] == second
 
 
 def test_every_method_has_every_metric(done: tuple[Path, dict[str, Any]]) -> None:

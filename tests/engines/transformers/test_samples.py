@@ -14,6 +14,7 @@ from foretrace.engines.transformers.samples import (
     NUM_TOKENS,
     Classifiers,
     TeachingSamples,
+    fit_teacher,
     sample_texts,
 )
 from foretrace.engines.transformers.writer import LMWriter
@@ -67,6 +68,10 @@ def test_teacher_and_judge_have_no_text_in_common(
     first, second = halves
     assert not first & second
     assert first | second == set(texts)
+    alone = fit_teacher(model, TOKENIZER, texts, scores)
+    assert alone is not None
+    assert halves[2:] == [first]
+    assert alone.score(texts[:5]) == teacher.score(texts[:5])
 
 
 def test_few_or_meaningless_texts_teach_nothing(model: PreTrainedModel) -> None:
@@ -74,7 +79,9 @@ def test_few_or_meaningless_texts_teach_nothing(model: PreTrainedModel) -> None:
     teacher, judge = Classifiers.fit(model, TOKENIZER, texts, scores)
     assert teacher is None
     assert judge is not None
+    assert fit_teacher(model, TOKENIZER, texts, scores) is None
     assert Classifiers.fit(model, TOKENIZER, texts[:4], scores[:4]) == (None, None)
     texts, _ = two_sides(600)
     chance = [float(random.Random(text).random() < 0.5) for text in texts]
     assert Classifiers.fit(model, TOKENIZER, texts, chance).teacher is None
+    assert fit_teacher(model, TOKENIZER, texts, chance) is None
