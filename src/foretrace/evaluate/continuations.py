@@ -165,7 +165,7 @@ class ContinuationGenerator:
             The continuations of each prompt.
 
         Raises:
-            InvalidFileError: If the file was written with other settings.
+            InvalidFileError: If the file was written with other settings, or by another version.
         """
         file = Path(file)
         settings = {**settings, "sampling": asdict(self.sampling), "method": method.name}

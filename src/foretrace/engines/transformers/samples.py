@@ -184,6 +184,15 @@ def fit_teacher(
 ) -> TextClassifier | None:
     """Fit the teacher of `Classifiers` without the judge, in half the time.
 
+    Args:
+        lm: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        texts: The texts of an attribute.
+        scores: Their scores.
+
+    Returns:
+        The teacher; None if it cannot be trusted, or there are too few texts for teacher and judge.
+
     Example:
         >>> from foretrace.engines.transformers.samples import fit_teacher
         >>> fit_teacher(model, tokenizer, ["you fool", "dear customer"], [0.0, 1.0]) is None
