@@ -192,11 +192,6 @@ def fit_teacher(
 
     Returns:
         The teacher; None if it cannot be trusted, or there are too few texts for teacher and judge.
-
-    Example:
-        >>> from foretrace.engines.transformers.samples import fit_teacher
-        >>> fit_teacher(model, tokenizer, ["you fool", "dear customer"], [0.0, 1.0]) is None
-        True
     """
     halves = _halves(tokenizer, texts, scores)
     return None if halves is None else _trusted(fit_judge(lm, tokenizer, *halves[0]))
