@@ -73,8 +73,12 @@ def score_texts(
         requests = [Request(goal, tuple(prompt), limit, stop_ids=tuple(ends)) for goal in goals]
         _steer_(steered[len(bare) :], requests, prefixes)
     nats = steered.log_softmax(-1).view(1 + len(goals), *bare.shape)
+    index = {prefix: row for row, prefix in enumerate(prefixes)}
     totals = [
-        sum(nats[:, prefixes.index(tuple(text[:k])), token] for k, token in enumerate(text))
+        sum(
+            (nats[:, index[tuple(text[:k])], token] for k, token in enumerate(text)),
+            start=torch.zeros(len(nats)),
+        )
         for text in texts
     ]
     return TextScores(torch.stack(totals, 1), nats[:, 0])
@@ -85,11 +89,9 @@ def _logits_after(lm: Any, prompt: Sequence[int], prefixes: Sequence[tuple[int, 
     longest = [p for p in prefixes if not any(q[:-1] == p for q in prefixes if q)]
     rows = [torch.tensor([*prompt, *prefix]) for prefix in longest]
     ids = pad_sequence(rows, batch_first=True)  # what follows a token does not change its logits
-    keep = max(map(len, longest)) + 1
-    logits: Tensor = lm(ids, logits_to_keep=keep).logits.float()
-    first = ids.shape[1] - keep - len(prompt) + 1  # the length of the prefix of column 0
+    logits: Tensor = lm(ids, logits_to_keep=max(map(len, longest)) + 1).logits.float()
     row_of = {row[:k]: i for i, row in enumerate(longest) for k in range(len(row) + 1)}
-    return torch.stack([logits[row_of[prefix], len(prefix) - first] for prefix in prefixes])
+    return torch.stack([logits[row_of[prefix], len(prefix)] for prefix in prefixes])
 
 
 def _steer_(logits: Tensor, requests: Sequence[Request], prefixes: list[tuple[int, ...]]) -> None:
