@@ -56,7 +56,7 @@ class Size:
     every: int
     """Of so many questions, one is asked."""
     peers_every: int
-    """The same for prompting and control vectors."""
+    """Of so many asked questions, one is also asked with prompting and control vectors."""
     attributes: tuple[str, ...]
     vectors: tuple[str, ...]
     pairs: int
@@ -66,7 +66,7 @@ class Size:
 
 
 FULL = Size(1, 2, tuple(SUITES), ("nontoxic", "positive"), 64, Texts(32, 2, 24), len(TEMPLATES))
-QUICK = Size(60, 60, ("nontoxic",), (), 0, Texts(2, 2, 4), 1)
+QUICK = Size(59, 1, ("nontoxic",), (), 0, Texts(2, 2, 4), 1)
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def measure_answers(small: SmallLM, size: Size, report: Report) -> None:
     add_bare(report, asked, bare)
     for row, name in enumerate(goals, 1):
         add_method(report, name, to_answered(scores, firsts, row), bare)
-    measure_peers(small, size, asked[:: size.peers_every // size.every], report)
+    measure_peers(small, size, asked[:: size.peers_every], report)
 
 
 def measure_peers(small: SmallLM, size: Size, asked: Sequence[Question], report: Report) -> None:

@@ -89,7 +89,9 @@ def _logits_after(lm: Any, prompt: Sequence[int], prefixes: Sequence[tuple[int, 
     longest = [p for p in prefixes if not any(q[:-1] == p for q in prefixes if q)]
     rows = [torch.tensor([*prompt, *prefix]) for prefix in longest]
     ids = pad_sequence(rows, batch_first=True)  # what follows a token does not change its logits
-    logits: Tensor = lm(ids, logits_to_keep=max(map(len, longest)) + 1).logits.float()
+    keep = max(map(len, longest)) + 1
+    positions = torch.arange(ids.shape[1]).expand_as(ids)  # control vectors need those of each row
+    logits: Tensor = lm(ids, position_ids=positions, logits_to_keep=keep).logits.float()
     row_of = {row[:k]: i for i, row in enumerate(longest) for k in range(len(row) + 1)}
     return torch.stack([logits[row_of[prefix], len(prefix)] for prefix in prefixes])
 
