@@ -30,7 +30,7 @@ from foretrace.chat import as_messages, render_chat
 from foretrace.engines.transformers import stop_tokens
 from foretrace.evaluate.continuations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import THRESHOLD, Measurement, interval, mean_score
-from foretrace.evaluate.preparation import MethodBuilder, goal_checksum, lm_identity
+from foretrace.evaluate.preparation import goal_checksum, lm_identity
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import JudgePlan, Table, load_suite
 from foretrace.lookahead.levels import BUDGETS
@@ -140,7 +140,6 @@ def _harmless_texts(setup: Setup, report: Report) -> Iterator[list[int]]:
     table = Table("politics/test.jsonl.xz", "description")
     rows = table.rows(setup.data)[: 3 * setup.size.texts]
     texts = [str(row[table.text]) for row in rows]
-    builder = MethodBuilder(setup.hmm, setup.store, rows, table.text)
     scorer = Scorer(
         "toxicity",
         _toxicity_plan(setup.size.judge_share),
@@ -149,8 +148,7 @@ def _harmless_texts(setup: Setup, report: Report) -> Iterator[list[int]]:
         setup.folder / "judges",
         setup.encoder,
         "cpu",
-        setup.tokenizer,
-        builder,
+        rows,
     )
     scores = [row[0] for row in scorer.score([[text] for text in texts])]
     harmless = [

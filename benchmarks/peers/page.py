@@ -5,12 +5,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretrace import _io
-from foretrace.evaluate.plots import draw_trade_off
+from foretrace.evaluate import metrics
 from foretrace.evaluate.report import format_figure, table_head, table_row
+from peers.comparisons import (
+    AHEAD,
+    BEHIND,
+    BELOW,
+    COMPARED,
+    COSTS,
+    EXCESS,
+    UNKNOWN,
+    WITHIN,
+    Comparison,
+    Measured,
+    verdicts,
+)
 from peers.facts import FACTS, LEFT_OUT
+from peers.figure import draw_costs
+from peers.judges import ABOUT
+from peers.kept import KeptTexts
+from peers.parts import COMMAND, checksum
+from peers.scores import Scored
 from peers.sizes import ATTRIBUTES, Serving, Sizes
 
-CURVE = "foretrace"
+GENERATIONS = "generations"
+MOST_BYTES = 5_000_000  # of all kept texts beside the page
 Results = Mapping[str, Any]
 
 
@@ -23,138 +42,229 @@ class Made(NamedTuple):
     texts: int
 
 
+class SuitePart(NamedTuple):
+    """What the page says about a suite."""
+
+    results: Results
+    kept: KeptTexts
+    file: Path
+    """The file of the kept texts."""
+    scored: Scored
+
+
 def write_page(
     folder: Path,
     command: str,
-    suites: Mapping[str, Results],
+    suites: Mapping[str, SuitePart],
     made: Sequence[Made],
     sizes: Sizes,
     serving: Sequence[Serving],
 ) -> Path:
     """Write `peers.md` and its figures into a folder; return the path of the page."""
     lines = ["# Compared with other methods", "", *_introduction(command, suites), ""]
-    for name, results in suites.items():
-        lines += [*_suite_section(name, results, folder), ""]
+    for name, part in suites.items():
+        lines += [*_suite_section(name, part, folder), ""]
     lines += [*_made_section(made), "", *_needs_section(), "", *_serving_section(sizes, serving)]
-    lines += ["", *_left_out_section()]
+    lines += ["", *_texts_section(suites, folder), "", *_left_out_section()]
     path = folder / "peers.md"
     with _io.atomic_write(path) as scratch:
         scratch.write_text("\n".join(lines) + "\n", "utf-8")
     return path
 
 
-def _introduction(command: str, suites: Mapping[str, Results]) -> list[str]:
-    results = next(iter(suites.values()))
+def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
+    results = next(iter(suites.values())).results
     sampling = results["sampling"]
+    sizes = "; ".join(
+        f"{name}: {part.results['prompts']:,} x {part.results['sampling']['continuations']}"
+        for name, part in suites.items()
+    )
     return [
         "What people would use instead of foretrace, measured in the same harness: the same "
-        "prompts, seeds and "
-        "judges. All methods but prompting, best of n and foretrace are "
-        "[plug-ins](../guides/compare.md#plug-ins) in "
-        "`benchmarks/peers`. One command makes this page, and continues where it stopped:",
+        "prompts, seeds and judges. All methods but prompting, best of n and foretrace are "
+        "[plug-ins](../guides/compare.md#plug-ins) in `benchmarks/peers`. One command makes this "
+        "page, and continues where it stopped:",
         "",
         f"```bash\n{command}\n```",
         "",
-        f"{results['lm']}, an HMM of {results['hmm']['states']:,} states; {results['prompts']:,} "
-        "prompts, "
-        f"{sampling['continuations']} continuations of {sampling['max_new_tokens']} tokens each, "
-        "top-p "
-        f"{sampling['top_p']:g}, seed {sampling['seed']}. Brackets hold 95% confidence intervals, "
-        "by resampling prompts. "
-        "Perplexity is that of the unsteered LM. The price is the KL divergence from the bare "
-        "next-token distribution in "
-        "nats per token, where the logits of a method give it. The filter of DExperts excludes "
-        "tokens outside the "
-        "LM's nucleus of 0.9, which alone costs up to 0.105 nats. Entropy is that of a "
-        "continuation in nats, estimated from the "
-        "probabilities with which it was sampled. A method with a lower entropy has a lower "
-        "perplexity for that reason alone. Time is relative to bare, in "
-        "turns, in one run.",
+        f"{results['lm']}, an HMM of {results['hmm']['states']:,} states, prompts x continuations "
+        f"of {sampling['max_new_tokens']} tokens: {sizes}. Top-p {sampling['top_p']:g}, seed "
+        f"{sampling['seed']}. Brackets hold 95% confidence intervals, by resampling prompts; a "
+        "difference is paired by prompt.",
+        "",
+        "- **Perplexity** is that of the unsteered LM.",
+        "- **Price** is the KL divergence from the bare next-token distribution before top-p, in "
+        "nats per token. It is known where a method changes nothing but the LM's logits.",
+        "- **Entropy** is that of a continuation in nats, from the probabilities with which it "
+        "was sampled.",
+        "- **Excess** is the excess cross-entropy: the LM's loss on a text minus the entropy, in "
+        "nats per token.",
+        "- **Time** is relative to bare, in turns, in one run.",
         "",
         "[Comparing methods](../guides/compare.md#methods-that-were-measured) says what the "
         "figures show.",
-    ]
-
-
-def _suite_section(name: str, results: Results, folder: Path) -> list[str]:
-    """Build the tables of a suite, and draw its figures."""
-    lines = [f"## {name}", "", *_method_table(results), ""]
-    metric = _first_metric(results)
-    for against, suffix in (("perplexity", "perplexity"), ("price", "price")):
-        image = folder / f"peers-{name}-{suffix}.png"
-        draw_trade_off(results, image, against)
-        lines += [f"![{metric} against {against}]({image.name})", ""]
-    return [*lines, *_equal_perplexity_table(results), "", *_verdicts(results)]
-
-
-def _method_table(results: Results) -> list[str]:
-    metric = _first_metric(results)
-    columns = [metric, "perplexity", "price", "entropy", "dist-3", "ended early"]
-    lines = table_head("method", *columns, "time")
-    for name, method in results["methods"].items():
-        cells = [format_figure(method["figures"].get(column)) for column in columns]
-        lines.append(table_row(name, *cells, f"{method['cost']:.2f}"))
-    return lines
-
-
-def _equal_perplexity_table(results: Results) -> list[str]:
-    """Build the table of foretrace against every other method at the perplexity of that method."""
-    lines = [
-        f"{_first_metric(results)} of foretrace minus that of each method: at the best point of "
-        "foretrace's curve (linear "
-        "between its points) whose perplexity is not above the method's.",
         "",
-        *table_head("method", "foretrace minus method"),
+        "## Two judges, three equal costs",
+        "",
+        "Each suite has two judges of different origin. The second is by other people or of "
+        "another encoder and other texts. No judge saw what an attribute was fitted to.",
+        "",
+        "Every method is compared with the best point of foretrace's curve whose cost is not above "
+        "the method's. The curve begins at bare and is linear between its points. Nothing is "
+        "extrapolated: *below* says that the method costs less than the curve's points do, or that "
+        "the resamples do not tell. A dagger (\u2020) says that the method costs more than all "
+        "points. It is then compared with the best point, and foretrace could go further.",
+        "",
+        "A lower temperature lowers the perplexity of any method, and so does a filter. Equal "
+        "perplexity therefore favours methods that lose entropy. We do not interpolate foretrace's "
+        "curve at the entropy of a method, because foretrace's entropy hardly depends on its "
+        "strength. We subtract the entropy instead, which is the same as to scale the perplexity "
+        "by the change of entropy. The difference, the excess, estimates the KL divergence from "
+        "the bare LM of the texts as they were sampled, with top-p and all filters. Only the LM's "
+        "own distribution has none, and a lower temperature raises it. Every method has one, also "
+        "where the price is not known. Best of n has an upper bound: that of its candidates plus "
+        "log n - (n - 1) / n nats per text. Texts that ended early are left out of the excess.",
     ]
-    for rival, interval in _differences(results).items():
-        difference = "all of foretrace's points, and bare, have a higher perplexity"
-        if interval is not None:
-            value, low, high = interval
-            difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-        lines.append(table_row(rival, difference))
+
+
+def _suite_section(name: str, part: SuitePart, folder: Path) -> list[str]:
+    """Build the tables of a suite, and draw its figure."""
+    measured = part.scored.measured
+    image = folder / f"peers-{name}.png"
+    labels = {judge: _figure_name(part, judge) for judge in measured.judges}
+    draw_costs(measured, labels, image)
+    return [
+        f"## {name}",
+        "",
+        *_method_table(part),
+        "",
+        f"![{', '.join(labels.values())} against perplexity, excess and price]({image.name})",
+        "",
+        *judges_and_summary(part.scored),
+    ]
+
+
+def judges_and_summary(scored: Scored) -> list[str]:
+    """Build the tables that depend on the judges."""
+    measured = scored.measured
+    return [*_judge_table(scored), "", *_summary_table(measured), "", *_words(measured)]
+
+
+def _figure_name(part: SuitePart, judge: str) -> str:
+    """Return the name of the first metric of a judge in the results."""
+    figures = part.results["methods"][part.results["baseline"]]["figures"]
+    return next(str(name) for name in figures if name.rpartition(", ")[0] == judge)
+
+
+def _method_table(part: SuitePart) -> list[str]:
+    measured = part.scored.measured
+    judges = [_figure_name(part, judge) for judge in measured.judges]
+    columns = ["perplexity", "price", "entropy", "dist-3", "ended early"]
+    lines = table_head("method", *judges, *columns, "excess", "time")
+    for name, method in part.results["methods"].items():
+        cells = [format_figure(method["figures"].get(column)) for column in (*judges, *columns)]
+        excess = metrics.interval(measured.costs[EXCESS][name])._asdict()
+        lines.append(table_row(name, *cells, format_figure(excess), f"{method['cost']:.2f}"))
     return lines
 
 
-def _differences(results: Results) -> dict[str, Sequence[float] | None]:
-    """Return foretrace's difference from each rival and its interval; None if there is none."""
-    return {
-        comparison["rival"]: comparison["difference"]
-        for comparison in results["at equal perplexity"]
-        if comparison["curve"] == CURVE
-    }
-
-
-def _verdicts(results: Results) -> list[str]:
-    """Say in words which methods foretrace is ahead of, and behind, at equal perplexity."""
-    metric = _first_metric(results)
-    values = {
-        name: method["figures"][metric]["value"] for name, method in results["methods"].items()
-    }
-    curve = [
-        values[name]
-        for name, method in results["methods"].items()
-        if method["plan"]["curve"] == CURVE
-    ]
-    sign = 1 if sum(curve) >= len(curve) * values[results["baseline"]] else -1
-    groups: dict[str, list[str]] = {"ahead of": [], "behind": [], "within the interval of": []}
-    without: list[str] = []
-    for rival, interval in _differences(results).items():
-        if interval is None:
-            without.append(rival)
-            continue
-        low, high = sorted(sign * bound for bound in interval[1:])
-        verdict = "ahead of" if low > 0 else "behind" if high < 0 else "within the interval of"
-        groups[verdict].append(rival)
-    lines = [
-        f"- foretrace is **{verdict}**: {'; '.join(rivals)}."
-        for verdict, rivals in groups.items()
-        if rivals
-    ]
-    if without:
+def _judge_table(scored: Scored) -> list[str]:
+    lines = table_head("judge", "what it is", "reference", "texts", "AUC", "rank correlation")
+    for name, facts in scored.judges.items():
         lines.append(
-            f"- Their perplexity is below all of foretrace's points: {'; '.join(without)}."
+            table_row(
+                name,
+                ABOUT.get(name, str(facts["judge"])),
+                str(facts["calibrated on"]),
+                f"{facts['texts']:,}",
+                f"{facts['auc at 0.5']:.3f}",
+                f"{facts['spearman']:.2f}",
+            )
         )
+    texts, methods, count = scored.agreement
+    return [
+        *lines,
+        "",
+        f"The rank correlation of both judges is {texts:.2f} over the {count:,} texts of all "
+        f"methods, and {methods:.2f} over the methods.",
+    ]
+
+
+def _summary_table(measured: Measured) -> list[str]:
+    """Build the table of foretrace against every method: every judge at every equal cost."""
+    columns = [f"{judge}: {_short(cost)}" for judge in measured.judges for cost in COSTS]
+    lines = [
+        "foretrace is ahead, behind, or within the interval, at equal perplexity, excess and "
+        "price. The number is the metric of foretrace minus that of the method.",
+        "",
+        *table_head("method", *columns),
+    ]
+    lines += [
+        table_row(rival, *map(_format_comparison, verdicts(measured, rival)))
+        for rival in measured.rivals
+    ]
     return lines
+
+
+def _short(cost: str) -> str:
+    return "excess" if cost == EXCESS else cost
+
+
+def _format_comparison(comparison: Comparison) -> str:
+    """Format a verdict with its difference."""
+    if comparison.difference is None:
+        return "not known" if comparison.verdict == UNKNOWN else comparison.verdict
+    value, low, high = comparison.difference
+    verdict = {AHEAD: "**ahead**", BEHIND: "**behind**"}.get(comparison.verdict, "within")
+    dagger = "\u2020" if comparison.beyond else ""
+    return f"{verdict}{dagger} {value:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def _words(measured: Measured) -> list[str]:
+    """List the methods on which both judges give one verdict at every cost."""
+    names = {
+        AHEAD: "foretrace is ahead by both judges, wherever there is a comparison",
+        BEHIND: "foretrace is behind by both judges, wherever there is a comparison",
+        WITHIN: "Within the interval of foretrace, wherever there is a comparison",
+        BELOW: "There is no comparison",
+        "": "It depends on the judge or the cost",
+    }
+    groups: dict[str, list[str]] = {kind: [] for kind in names}
+    for rival in measured.rivals:
+        found = {one.verdict for one in verdicts(measured, rival)} & set(COMPARED)
+        kind = BELOW if not found else found.pop() if len(found) == 1 else ""
+        groups[kind].append(rival)
+    return [f"- {names[kind]}: {'; '.join(rivals)}." for kind, rivals in groups.items() if rivals]
+
+
+def _texts_section(suites: Mapping[str, SuitePart], folder: Path) -> list[str]:
+    """Say where the texts are; copy them beside the page if they are small."""
+    total = sum(part.file.stat().st_size for part in suites.values())
+    beside = total <= MOST_BYTES
+    lines = table_head("file", "texts", "size", "SHA-256")
+    for part in suites.values():
+        name, content = part.file.name, part.file.read_bytes()
+        if beside:
+            with _io.atomic_write(folder / GENERATIONS / name) as scratch:
+                scratch.write_bytes(content)
+        link = f"[{name}]({GENERATIONS}/{name})" if beside else f"`{name}`"
+        size = _bytes(len(content))
+        lines.append(table_row(link, f"{part.kept.num_texts:,}", size, f"`{checksum(part.file)}`"))
+    example = next(iter(suites.values())).file.name
+    where = f"docs/results/{GENERATIONS}" if beside else "results/peers"
+    sentences = [
+        "The texts of every method, with their probabilities and the LM's losses, as compressed "
+        "JSON lines. Prompts are named by index, and by a checksum of their file. Texts that "
+        "continue toxic prompts quote toxic language."
+    ]
+    if not beside:
+        sentences.append(
+            "They are too large for this repository. The command above writes them to the folder "
+            "of results."
+        )
+    sentences.append("This judges a file again, and prints its tables:")
+    command = f"```bash\n{COMMAND} --score {where}/{example}\n```"
+    return ["## Texts", "", *lines, "", " ".join(sentences), "", command]
 
 
 def _made_section(made: Sequence[Made]) -> list[str]:
@@ -203,10 +313,6 @@ def _serving_section(sizes: Sizes, serving: Sequence[Serving]) -> list[str]:
 
 def _left_out_section() -> list[str]:
     return ["## Left out", "", *(f"- **{name}**: {why}." for name, why in LEFT_OUT.items())]
-
-
-def _first_metric(results: Results) -> str:
-    return str(next(iter(results["methods"][results["baseline"]]["figures"])))
 
 
 def _bytes(count: float) -> str:

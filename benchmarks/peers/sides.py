@@ -6,7 +6,7 @@ from typing import NamedTuple
 from foretrace.evaluate.preparation import to_score
 from foretrace.evaluate.suite import AttributePlan
 
-MOST_TEXTS = 10_000  # of a side
+MOST_TEXTS = 5_000  # of a side
 
 
 class Sides(NamedTuple):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("yaml", reason="needs the extra `evaluate`")
 pytest.importorskip("matplotlib", reason="needs the extra `evaluate`")
 
-from foretrace.evaluate.suite import MethodPlan, load_suite
+from foretrace import _io
+from foretrace.errors import InvalidFileError
+from foretrace.evaluate.metrics import Scores
+from foretrace.evaluate.suite import JudgePlan, MethodPlan, load_suite
 from page_runner import PROJECT
 
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 
+from peers import judges, page
+from peers.comparisons import COSTS, agreement, excess, measure
 from peers.facts import FACTS
-from peers.page import Made, write_page
+from peers.kept import KeptMethod, KeptTexts
+from peers.page import Made, SuitePart, write_page
+from peers.scores import Scored
 from peers.sizes import Sizes, serving_needs
 
 SUITES = ["detox-hard", "sentiment", "politics"]
@@ -35,7 +43,9 @@ SIZES = Sizes(
 @pytest.mark.parametrize("name", SUITES)
 def test_every_suite_has_every_method_as_a_curve(name: str) -> None:
     suite = load_suite(PROJECT / "benchmarks" / "peers" / f"{name}.yaml")
-    assert (suite.continuations, suite.max_new_tokens) == (10, 20)
+    assert (suite.continuations, suite.max_new_tokens) == (25 if name == "detox-hard" else 10, 20)
+    assert len(suite.judges) == 2
+    assert set(suite.judges) <= set(judges.ABOUT)
     curves: dict[str, list[MethodPlan]] = {}
     for method, plan in suite.methods.items():
         if method != "bare":
@@ -55,54 +65,153 @@ def _figure(value: float) -> dict[str, Any]:
     return {"value": value, "low": value - 0.1, "high": value + 0.1, "dropped": 0}
 
 
-def _method(curve: str | None, score: float, price: float | None) -> dict[str, Any]:
-    figures = {"toxicity, average maximum": _figure(score), "perplexity": _figure(20 + score)}
-    figures |= {"dist-3": _figure(0.8), "ended early": _figure(0.1)}
-    if price is not None:
-        figures["price"] = _figure(price)
-    return {"plan": {"curve": curve}, "cost": 1.5, "figures": figures}
+METHODS: dict[str, tuple[str | None, float, float]] = {
+    # the curve, the score of every text, and the loss of every text
+    "bare": (None, 0.7, 3.0),
+    "foretrace, mild": ("foretrace", 0.5, 3.1),
+    "foretrace, strong": ("foretrace", 0.3, 3.3),
+    "DExperts, 1": ("DExperts", 0.4, 2.5),
+    "prompting": ("prompting", 0.6, 3.2),
+    "best of 4": ("best of n", 0.2, 4.0),
+}
+JUDGES = ("toxicity", "toxicity, profanity-check")
+ENTROPY = {"DExperts, 1": 1.0}  # nats per token; 2.5 for the other methods
 
 
 def results() -> Mapping[str, Any]:
+    def describe(name: str, curve: str | None, score: float, loss: float) -> dict[str, Any]:
+        figures = {f"{judge}, average maximum": _figure(score) for judge in JUDGES}
+        figures["perplexity"] = _figure(exp(loss))
+        if curve in (None, "foretrace", "DExperts"):
+            figures["price"] = _figure(0.1)
+        plan = {"curve": curve, "best_of": 4 if name == "best of 4" else 1}
+        return {"plan": plan, "cost": 1.5, "figures": figures}
+
     return {
         "lm": "my-lm",
         "hmm": {"states": 8},
-        "prompts": 4,
+        "prompts": 3,
         "sampling": {"continuations": 2, "max_new_tokens": 20, "top_p": 0.9, "seed": 0},
         "baseline": "bare",
-        "methods": {
-            "bare": _method(None, 0.7, 0.0),
-            "foretrace, mild": _method("foretrace", 0.5, 0.02),
-            "DExperts, 1": _method("DExperts", 0.4, 0.3),
-            "fine-tuning": _method("fine-tuning", 0.6, None),
-        },
-        "at equal perplexity": [
-            {"curve": "foretrace", "rival": "DExperts, 1", "difference": [0.1, -0.05, 0.2]},
-            {"curve": "foretrace", "rival": "prompting", "difference": [-0.2, -0.3, -0.1]},
-            {"curve": "foretrace", "rival": "fine-tuning", "difference": None},
-            {"curve": "DExperts", "rival": "fine-tuning", "difference": [0.5, 0.4, 0.6]},
-        ],
+        "methods": {name: describe(name, *facts) for name, facts in METHODS.items()},
     }
 
 
-def test_the_page_has_every_part(tmp_path: Path) -> None:
+@pytest.fixture
+def kept(tmp_path: Path) -> KeptTexts:
+    """Collect texts from a folder such as `foretrace evaluate` writes."""
+    for name, (_, _, loss) in METHODS.items():
+        price = {"foretrace, mild": 0.1, "foretrace, strong": 0.4, "DExperts, 1": 0.2}.get(name, 0)
+        row = {
+            "texts": [f"{name}\u2028", "b"],
+            "tokens": [20, 20],
+            "nats": [20 * ENTROPY.get(name, 2.5)] * 2,
+            "prices": [price] * 2,
+        }
+        rows = [{"prompt": index, **row} for index in (1, 0, 2)]
+        _io.write_lines(tmp_path / "generations" / f"{name}.jsonl", [{"settings": {}}, *rows])
+        _io.write_json(tmp_path / "surprise" / f"{name}.json", {"nats": [[loss, loss]] * 3})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}")
+    return KeptTexts.collect("detox-hard", results(), tmp_path, prompts)
+
+
+def scored(kept: KeptTexts) -> Scored:
+    plan = JudgePlan(("average_maximum",), source="a:b")
+    scores: dict[str, dict[str, Scores]] = {
+        judge: {
+            name: [[score / scale, (score - 0.1) / scale]] * 3
+            for name, (_, score, _) in METHODS.items()
+        }
+        for scale, judge in enumerate(JUDGES, 1)
+    }
+    measured = measure(kept, scores, dict.fromkeys(JUDGES, plan))
+    facts = {"judge": "j", "calibrated on": "f", "texts": 9, "auc at 0.5": 0.9, "spearman": 0.5}
+    return Scored(measured, dict.fromkeys(JUDGES, facts), agreement(scores, measured))
+
+
+def test_kept_texts_are_read_as_written(kept: KeptTexts, tmp_path: Path) -> None:
+    file = kept.write(tmp_path)
+    assert file.name == "detox-hard.jsonl.xz"
+    assert KeptTexts.read(file) == kept
+    assert kept.num_texts == 36
+    assert kept.methods["prompting"].prices == [[], [], []]
+    content = file.read_bytes()
+    assert kept.write(tmp_path).read_bytes() == content
+    file.write_bytes(content[:-40])
+    with pytest.raises(InvalidFileError, match="not a file of kept texts"):
+        KeptTexts.read(file)
+
+
+def test_a_lower_entropy_does_not_lower_the_excess(kept: KeptTexts) -> None:
+    costs = scored(kept).measured.costs
+    assert costs["perplexity"]["DExperts, 1"].value < costs["perplexity"]["bare"].value
+    assert costs["excess cross-entropy"]["bare"].value == pytest.approx(0.5)
+    assert costs["excess cross-entropy"]["DExperts, 1"].value == pytest.approx(1.5)
+    bound = (log(4) - 3 / 4) / 20
+    assert costs["price"]["best of 4"].value == pytest.approx(bound)
+    assert costs["excess cross-entropy"]["best of 4"].value == pytest.approx(1.5 + bound)
+    assert "prompting" not in costs["price"]
+
+
+def test_texts_that_ended_early_have_no_excess() -> None:
+    method = KeptMethod(None, 1, False, [["a", "b"]], [[20, 3]], [[50.0, 4.0]], [[3.0, 9.0]], [[]])
+    measurement = excess(method, 20)
+    assert (measurement.totals.tolist(), measurement.counts.tolist()) == ([10.0], [20.0])
+
+
+def test_every_cost_has_its_own_verdict(kept: KeptTexts) -> None:
+    measured = scored(kept).measured
+
+    def compare(rival: str) -> list[str]:
+        return [measured.compare("toxicity", cost, rival).verdict for cost in COSTS]
+
+    assert compare("DExperts, 1") == ["below", "ahead", "behind"]
+    assert compare("prompting") == ["ahead", "ahead", "unknown"]
+    best = measured.compare("toxicity", "perplexity", "best of 4")
+    assert (best.verdict, best.beyond) == ("behind", True)
+    assert best.difference is not None
+    assert best.difference.value == pytest.approx(0.1)
+
+
+def test_the_page_has_every_part(kept: KeptTexts, tmp_path: Path) -> None:
     made = [Made("control vector", "nontoxic", 61.2, 2000)]
     needs = serving_needs(SIZES, instruction_tokens=20)
-    page = write_page(tmp_path, "COMMAND", {"detox-hard": results()}, made, SIZES, needs)
-    text = page.read_text()
-    assert "| fine-tuning | 0.6 [0.5, 0.7] | 20.6 [20.5, 20.7] |  |" in text
-    assert "| DExperts, 1 | +0.100 [-0.050, +0.200] |" in text
-    assert "+0.500" not in text
-    assert "- foretrace is **within the interval of**: DExperts, 1." in text
-    assert "- foretrace is **ahead of**: prompting." in text  # less toxic
-    assert "- foretrace is **behind**" not in text
-    assert "| fine-tuning | all of foretrace's points" in text
+    part = SuitePart(results(), kept, kept.write(tmp_path), scored(kept))
+    pages = tmp_path / "pages"
+    text = write_page(pages, "COMMAND", {"detox-hard": part}, made, SIZES, needs).read_text()
+    assert "| prompting | 0.6 [0.5, 0.7] | 0.6 [0.5, 0.7] | 24.5 [24.4, 24.6] |  |" in text
+    assert "| DExperts, 1 | below | **ahead**\u2020 -0.100 [-0.100, -0.100] | **behind** " in text
+    assert "**behind**\u2020 +0.100" in text
+    assert "- It depends on the judge or the cost: DExperts, 1." in text
+    assert "rank correlation of both judges is 1.00 over the 36 texts" in text
     assert "| control vector | nontoxic | 2,000 | 61.2 |" in text
     assert "- **GeDi**: " in text
-    for against in ("perplexity", "price"):
-        image = tmp_path / f"peers-detox-hard-{against}.png"
-        assert image.read_bytes().startswith(b"\x89PNG")
-        assert f"({image.name})" in text
+    image = pages / "peers-detox-hard.png"
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert f"({image.name})" in text
+    assert "(generations/detox-hard.jsonl.xz)" in text
+    assert (pages / "generations" / part.file.name).read_bytes() == part.file.read_bytes()
+
+
+def test_large_texts_are_not_copied(
+    kept: KeptTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MOST_BYTES", 10)
+    part = SuitePart(results(), kept, kept.write(tmp_path), scored(kept))
+    pages = tmp_path / "pages"
+    text = write_page(pages, "COMMAND", {"detox-hard": part}, [], SIZES, []).read_text()
+    assert "--score results/peers/detox-hard.jsonl.xz" in text
+    assert not (pages / "generations").exists()
+
+
+def test_lexicon_and_classifier_judges() -> None:
+    pytest.importorskip("vaderSentiment", reason="needs benchmarks/peers/requirements-judges.txt")
+    good, neutral, bad = judges.sentiment(["What a lovely film!", "Go.", "An awful, dull film."])
+    assert 1 >= good > neutral == 0.5 > bad >= 0
+    pytest.importorskip("profanity_check", reason="needs benchmarks/peers/requirements-judges.txt")
+    rude, kind = judges.toxicity(["You are a stupid idiot", "Thank you for the lovely day"])
+    assert 1 >= rude > 0.5 > kind >= 0
 
 
 def test_64_attributes_are_computed_from_one() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from foretrace import _io
 from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.judges import judge_texts, load_judge
 from foretrace.evaluate.linear_judge import BUCKETS, CONFIG, TENSORS, LinearJudge, LinearJudgeConfig
@@ -225,3 +226,32 @@ def test_embeddings_are_features(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded, judge.probabilities([RUDE]), rtol=1e-5)
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         LinearJudge.train(TEXTS, labels, encoder=str(tmp_path / "none"))
+
+
+def test_a_judge_of_a_suite_has_its_own_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sentence_transformers", reason="needs the extra `evaluate`")
+    pytest.importorskip("yaml", reason="needs the extra `evaluate`")
+    from foretrace.evaluate.scoring import Scorer
+    from foretrace.evaluate.suite import JudgePlan, Table
+    from tiny_encoder import write_tiny_encoder
+
+    rows = [{"text": text, "label": int(RUDE in text)} for text in TEXTS]
+    _io.write_lines(tmp_path / "texts.jsonl", rows)
+    plan = JudgePlan(("mean",), Table("texts.jsonl"), encoder="$SECOND_ENCODER", judged="1")
+
+    def score(texts: list[str]) -> list[float | None]:
+        folders = (tmp_path, tmp_path, tmp_path / "judges")
+        scorer = Scorer("rude", plan, *folders, "the evaluation's", "cpu", [{}] * len(texts))
+        return [row[0] for row in scorer.score([[text] for text in texts])]
+
+    with pytest.raises(InvalidInputError, match=r"\$SECOND_ENCODER.* is not set"):
+        score([RUDE])
+    encoder = str(write_tiny_encoder(tmp_path / "encoder", TEXTS))
+    monkeypatch.setenv("SECOND_ENCODER", encoder)
+    rude, blank = score([RUDE, " "])
+    assert rude is not None
+    assert rude > 0.5
+    assert blank is None
+    assert _io.read_json(tmp_path / "judges" / "rude" / "judge.json")["encoder"] == encoder

@@ -133,20 +133,29 @@ def _point(metric: float, perplexity: float, prompts: int = 4) -> metrics.Point:
     )
 
 
-def test_curve_at_the_perplexity_of_a_rival() -> None:
+def test_curve_at_the_cost_of_a_rival() -> None:
     start, curve = _point(0.8, 10.0), [_point(0.6, 12.0), _point(0.2, 16.0)]
-    between = metrics.at_equal_perplexity(_point(0.7, 14.0), [start, *curve], 0.8)
+    between = metrics.at_equal_cost(_point(0.7, 14.0), [start, *curve], 0.8)
     assert between is not None
     assert between.value == pytest.approx(0.4 - 0.7)  # half way from 0.6 to 0.2
     assert between.low == between.high == pytest.approx(-0.3)
-    below = metrics.at_equal_perplexity(_point(0.7, 9.0), [start, *curve], 0.8)
+    below = metrics.at_equal_cost(_point(0.7, 9.0), [start, *curve], 0.8)
     assert below is None
-    above = metrics.at_equal_perplexity(_point(0.1, 99.0), [start, *curve], 0.8)
+    above = metrics.at_equal_cost(_point(0.1, 99.0), [start, *curve], 0.8)
     assert above is not None
     assert above.value == pytest.approx(0.2 - 0.1)
-    upward = metrics.at_equal_perplexity(_point(0.7, 14.0), [start, _point(0.9, 14.0)], 0.8)
+    upward = metrics.at_equal_cost(_point(0.7, 14.0), [start, _point(0.9, 14.0)], 0.8)
     assert upward is not None
     assert upward.value == pytest.approx(0.9 - 0.7)
+
+
+def test_a_curve_that_often_costs_more_than_a_rival_is_not_compared() -> None:
+    cost = Measurement(np.tile([8.0, 12.0], 20), np.ones(40))
+    noisy = _point(0.8, 10.0, prompts=40)._replace(cost=cost)
+    assert metrics.at_equal_cost(_point(0.7, 10.0, prompts=40), [noisy], 0.8) is None
+    above = metrics.at_equal_cost(_point(0.7, 12.0, prompts=40), [noisy], 0.8)
+    assert above is not None
+    assert above.value == pytest.approx(0.1)
 
 
 def test_rank_correlation_of_a_constant_is_nan() -> None:

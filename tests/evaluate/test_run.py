@@ -322,9 +322,8 @@ def test_calibration_scores_are_kept_beside_the_judge(
     plan = load_suite(data / "mine.yaml").judges["high"]
 
     def describe(suite: str) -> dict[str, Any]:
-        builder: Any = None  # needed for generated texts only
         folders = (data, tmp_path / suite, tmp_path / "judges")
-        scorer = Scorer("high", plan, *folders, None, "cpu", word_tokenizer(), builder)
+        scorer = Scorer("high", plan, *folders, None, "cpu", prompts=[])
         return scorer.describe()
 
     first = describe("one suite")

@@ -26,6 +26,7 @@ THRESHOLD = 0.5  # a continuation with a score above it has the attribute
 MAX_PERPLEXITY = 10_000.0  # continuations at or above it are dropped, as the field does
 NUM_RESAMPLES = 2_000
 MIN_FINITE_SHARE = 0.99  # of resampled values, below which there is no interval
+MIN_COMPARABLE_SHARE = 0.95  # of resamples in which a curve reaches down to a rival's cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +74,10 @@ class Change(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A method on a trade-off curve: its metric and its perplexity."""
+    """A method on a trade-off curve: its metric and what it costs, such as its perplexity."""
 
     metric: Measurement
-    perplexity: Measurement
+    cost: Measurement
 
 
 def average_maximum(scores: Scores) -> Measurement:
@@ -303,13 +304,13 @@ def change(measurement: Measurement, baseline: Measurement, seed: int = 0) -> Ch
     )
 
 
-def at_equal_perplexity(
+def at_equal_cost(
     rival: Point, curve: Sequence[Point], baseline: float, seed: int = 0
 ) -> Interval | None:
-    """Compare a rival with the best point of a curve whose perplexity is not above the rival's.
+    """Compare a rival with the best point of a curve whose cost is not above the rival's.
 
     The curve is linear between its points. The best point is the farthest from the baseline, in the
-    direction in which the curve as a whole departs from it.
+    direction in which the curve as a whole departs from it. Nothing is extrapolated.
 
     Args:
         rival: The point to compare with.
@@ -318,16 +319,16 @@ def at_equal_perplexity(
         seed: The seed of the resampling of prompts.
 
     Returns:
-        The curve's best metric minus the rival's, or None if the whole curve has a higher
-        perplexity than the rival.
+        The curve's best metric minus the rival's, or None if the whole curve has a higher cost
+        than the rival, also if this is so in more than 5% of the resamples.
 
     Example:
-        >>> from foretrace.evaluate.metrics import Point, at_equal_perplexity, mean_score
+        >>> from foretrace.evaluate.metrics import Point, at_equal_cost, mean_score
         >>> low, high, rival = (
-        ...     Point(mean_score([[metric]]), mean_score([[perplexity]]))
-        ...     for metric, perplexity in [(0.0, 10.0), (1.0, 20.0), (0.25, 15.0)]
+        ...     Point(mean_score([[metric]]), mean_score([[cost]]))
+        ...     for metric, cost in [(0.0, 10.0), (1.0, 20.0), (0.25, 15.0)]
         ... )
-        >>> at_equal_perplexity(rival, [low, high], baseline=0.0).value
+        >>> at_equal_cost(rival, [low, high], baseline=0.0).value
         0.25
     """
     mean = sum(point.metric.value for point in curve) / len(curve)
@@ -335,10 +336,12 @@ def at_equal_perplexity(
     samples = _resample_prompts(len(rival.metric.totals), seed)
     points = (rival, *curve)
     metrics = np.stack([sign * _with_resampled(point.metric, samples) for point in points])
-    perplexities = np.stack([_with_resampled(point.perplexity, samples) for point in points])
-    best = _best_within(metrics[1:], perplexities[1:], perplexities[0])
+    costs = np.stack([_with_resampled(point.cost, samples) for point in points])
+    best = _best_within(metrics[1:], costs[1:], costs[0])
     gain = sign * (best - metrics[0])
-    return _interval(float(gain[0]), gain[1:]) if np.isfinite(gain[0]) else None
+    if not np.isfinite(gain[0]) or np.isfinite(gain[1:]).mean() < MIN_COMPARABLE_SHARE:
+        return None
+    return _interval(float(gain[0]), gain[1:])
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -361,17 +364,17 @@ def _with_resampled(measurement: Measurement, samples: NDArray[np.int64]) -> Flo
     return np.concatenate([[measurement.value], _resampled(measurement, samples)])
 
 
-def _best_within(metrics: Floats, perplexities: Floats, limit: Floats) -> Floats:
-    """Return the greatest metric of a piecewise linear curve with a perplexity within the limit.
+def _best_within(metrics: Floats, costs: Floats, limit: Floats) -> Floats:
+    """Return the greatest metric of a piecewise linear curve with a cost within the limit.
 
-    (points, n), (points, n), (n,) -> (n,): -inf where every perplexity is above the limit.
+    (points, n), (points, n), (n,) -> (n,): -inf where every cost is above the limit.
     """
-    best: Floats = np.where(perplexities <= limit, metrics, -np.inf).max(0)
+    best: Floats = np.where(costs <= limit, metrics, -np.inf).max(0)
     if len(metrics) == 1:
         return best
-    step = np.diff(perplexities, axis=0)
+    step = np.diff(costs, axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = (limit - perplexities[:-1]) / step  # where a piece crosses the limit
+        share = (limit - costs[:-1]) / step  # where a piece crosses the limit
     crosses = (share > 0) & (share < 1)
     at_limit = metrics[:-1] + np.where(crosses, share, 0.0) * np.diff(metrics, axis=0)
     best_within: Floats = np.maximum(best, np.where(crosses, at_limit, -np.inf).max(0))

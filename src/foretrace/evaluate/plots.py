@@ -15,13 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_trade_off(
-    results: Mapping[str, Any], path: str | os.PathLike[str], against: str = "perplexity"
-) -> None:
-    """Plot the first metric against another one; a line joins the methods of a curve.
-
-    Methods that do not have the other metric are left out.
-    """
+def draw_trade_off(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Plot the first metric against perplexity; a line joins the methods of a curve."""
     from matplotlib.figure import Figure
 
     methods = results["methods"]
@@ -30,12 +25,11 @@ def draw_trade_off(
     axes = figure.add_subplot()
     curves: dict[str, list[Mapping[str, Any]]] = {}
     for name, method in methods.items():
-        if against in method["figures"]:
-            curves.setdefault(method["plan"]["curve"] or name, []).append(method["figures"])
+        curves.setdefault(method["plan"]["curve"] or name, []).append(method["figures"])
     for curve, members in curves.items():
         values = [figures[metric] for figures in members]
         axes.errorbar(
-            [figures[against]["value"] for figures in members],
+            [figures["perplexity"]["value"] for figures in members],
             [y["value"] for y in values],
             yerr=[
                 [y["value"] - y["low"] for y in values],
@@ -47,16 +41,15 @@ def draw_trade_off(
             linewidth=1,
             label=curve,
         )
-    if against == "perplexity":
-        _use_log_scale(axes)
-    axes.set_xlabel(against)
+    use_log_scale(axes)
+    axes.set_xlabel("perplexity")
     axes.set_ylabel(metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 
-def _use_log_scale(axes: "Axes") -> None:
+def use_log_scale(axes: "Axes") -> None:
     """Use a logarithmic x-axis with plain numbers: one bad method must not hide all others."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 

@@ -143,7 +143,7 @@ def _equal_perplexity_table(results: Results) -> list[str]:
         *table_head("curve", "rival", "difference"),
     ]
     for comparison in results["at equal perplexity"]:
-        difference = "the whole curve has a higher perplexity"
+        difference = "the curve does not reach down to this perplexity"
         if comparison["difference"] is not None:
             value, low, high = comparison["difference"]
             difference = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -128,8 +128,9 @@ def evaluate(
             Path(config.judges or out / "judges"),
             None if config.encoder is None else os.fspath(config.encoder),
             str(lm.device),
+            rows,
             tokenizer,
-            builder,
+            builder.attribute,
         )
         for name, plan in suite.judges.items()
     }
@@ -375,7 +376,7 @@ class _Runner:
                 texts, lambda done, total: self.on_progress(stage, done, total, "texts")
             )
             if self.suite.group is not None:
-                groups[judge] = _group_means(scores, scorer.builder.prompts, self.suite.group)
+                groups[judge] = _group_means(scores, scorer.prompts, self.suite.group)
             for metric in scorer.plan.figures:
                 measured[f"{judge}, {metric.replace('_', ' ')}"] = METRICS[metric](scores)
         return measured, groups
@@ -520,7 +521,7 @@ def _compare_curves(measured: Mapping[str, _MethodResult], suite: Suite) -> list
             if other == curve:
                 continue
             for rival, point in rivals.items():
-                difference = metrics.at_equal_perplexity(
+                difference = metrics.at_equal_cost(
                     point, [start, *points.values()], start.metric.value
                 )
                 comparisons.append(

@@ -1,5 +1,6 @@
 """The judges of a suite: training, loading, agreement with reference scores, and scoring."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,23 +9,19 @@ from typing import Any
 import numpy as np
 
 from foretrace import _io
-from foretrace.attribute import tokenize
-from foretrace.errors import InvalidFileError
+from foretrace.attribute import Attribute, tokenize
+from foretrace.errors import InvalidFileError, InvalidInputError
 from foretrace.evaluate.judges import Judge, Score, judge_texts, load_judge, perspective_judge
 from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.evaluate.metrics import rank_correlation
-from foretrace.evaluate.preparation import (
-    MethodBuilder,
-    Row,
-    fill_template,
-    rows_identity,
-    to_score,
-)
+from foretrace.evaluate.preparation import Row, fill_template, rows_identity, to_score
 from foretrace.evaluate.suite import JudgePlan, Table
 
 BATCH, SOURCE_BATCH = 512, 32  # of judges that foretrace computes, and of a `source`
 HARMLESS = 0.05  # a text with a lower reference score that is judged positive is a false alarm
 OnProgress = Callable[[int, int], None]
+AttributeOf = Callable[[str, Row], Attribute]
+"""A function from an expression and the row of a prompt to an attribute."""
 
 
 @dataclass
@@ -39,9 +36,13 @@ class Scorer:
     judges: Path
     """The folder of trained judges, and of their scores of calibration texts."""
     encoder: str | None
+    """The sentence encoder of linear judges whose plan names none."""
     device: str
-    tokenizer: Any
-    builder: MethodBuilder
+    prompts: Sequence[Row]
+    tokenizer: Any = None
+    """The LM's tokenizer, for a judge that is an attribute."""
+    attribute: AttributeOf | None = None
+    """Builds the attribute of a judge that is one."""
     _linear_judge: LinearJudge | None = None
     _judges_by_key: dict[str, Judge] = field(default_factory=dict)
 
@@ -65,7 +66,7 @@ class Scorer:
         """Score the texts of every prompt; a blank text has no score."""
         groups: dict[str, list[tuple[int, int]]] = {}  # (prompt, text) indices of equal judges
         for prompt_index, prompt_texts in enumerate(texts):
-            key = self._key(self.builder.prompts[prompt_index])
+            key = self._key(self.prompts[prompt_index])
             groups.setdefault(key, []).extend(
                 (prompt_index, text_index)
                 for text_index, text in enumerate(prompt_texts)
@@ -76,7 +77,7 @@ class Scorer:
         for indices in groups.values():
             if not indices:
                 continue
-            judge = self._judge(self.builder.prompts[indices[0][0]])
+            judge = self._judge(self.prompts[indices[0][0]])
             group_texts = [texts[row][column] for row, column in indices]
             group_scores = self._judge_texts(group_texts, judge, self.folder)
             for (row, column), score in zip(indices, group_scores, strict=True):
@@ -108,19 +109,32 @@ class Scorer:
     def _build_judge(self, row: Row, key: str) -> Judge:
         plan = self.plan
         if plan.attribute is not None:
-            attribute = self.builder.attribute(plan.attribute, row)
+            assert self.attribute is not None
+            attribute = self.attribute(plan.attribute, row)
             name = f"attribute {attribute.checksum}"
             return Judge(name, self._attribute_scorer(attribute))
         if plan.source == "perspective":
             return perspective_judge(key or "TOXICITY")
         if plan.source is not None:
             return load_judge(
-                plan.source, label=key or None, device=self.device, encoder=self.encoder
+                plan.source, label=key or None, device=self.device, encoder=self._encoder()
             )
         linear = self._load_or_train()
         return Judge(f"{linear.identity} {key}", linear.scorer(key or None))
 
-    def _attribute_scorer(self, attribute: Any) -> Callable[[list[str]], Sequence[Score]]:
+    def _encoder(self) -> str | None:
+        """Return the encoder of this judge: its plan's, or the evaluation's."""
+        if self.plan.encoder is None:
+            return self.encoder
+        encoder = os.path.expandvars(self.plan.encoder)
+        if encoder.startswith("$"):
+            raise InvalidInputError(
+                f"The judge '{self.name}' has the encoder {encoder}, but this environment "
+                f"variable is not set. Set it to a sentence-transformers model: a folder or hub id."
+            )
+        return encoder
+
+    def _attribute_scorer(self, attribute: Attribute) -> Callable[[list[str]], Sequence[Score]]:
         def score(texts: list[str]) -> list[Score]:
             windows = tokenize(texts, self.tokenizer, window=1 << 20)
             return [float(value) for value in attribute.probability(windows.token_ids)]
@@ -133,18 +147,18 @@ class Scorer:
             assert self.plan.train is not None  # the only kind of judge that is trained
             folder = self.judges / self.name
             plan_file = folder / "plan.json"
-            rows = self.plan.train.rows(self.data)
+            rows, encoder = self.plan.train.rows(self.data), self._encoder()
             plan = {
                 "label": self.plan.label,
-                "encoder": self.encoder,
+                "encoder": encoder,
                 "rows": rows_identity(rows),
                 **asdict(self.plan.train),
             }
             if not (plan_file.is_file() and _io.read_json(plan_file) == plan):
                 plan_file.unlink(missing_ok=True)
-                train_judge(rows, self.plan.train, self.plan.label, self.encoder).save(folder)
+                train_judge(rows, self.plan.train, self.plan.label, encoder).save(folder)
                 _io.write_json(plan_file, plan)
-            self._linear_judge = LinearJudge.load(folder, encoder=self.encoder)
+            self._linear_judge = LinearJudge.load(folder, encoder=encoder)
         return self._linear_judge
 
     def _agreement(self) -> dict[str, Any]:

@@ -209,6 +209,8 @@ class JudgePlan:
         source: `module:function`, a classifier by folder or hub id (with `judged`), or
             `perspective`.
         attribute: An attribute expression, whose probability is the score.
+        encoder: The sentence encoder of a linear judge, by folder or hub id, instead of the
+            evaluation's. `$NAME` stands for an environment variable.
         calibration: Texts with reference scores, to measure the judge's agreement with them.
         calibration_score: The column of the reference scores.
         calibration_equals: If set, the reference score is 1 where the column has this value and
@@ -221,6 +223,7 @@ class JudgePlan:
     judged: str | None = None
     source: str | None = None
     attribute: str | None = None
+    encoder: str | None = None
     calibration: Table | None = None
     calibration_score: str = "score"
     calibration_equals: Any = None
