@@ -159,6 +159,49 @@ def test_losses_are_known_where_the_lm_itself_continued_the_prompt(
     }
 
 
+HOOKED = """
+prompts: {file: prompts.jsonl, text: prompt}
+continuations: 3
+max_new_tokens: 5
+attributes:
+  five: {file: scored.jsonl, score: score, uses_lm: false}
+methods:
+  bare: {}
+  hook: {plugin: "outside:shift", options: {token: 5, amount: 3}}
+  hook + goal: {plugin: "outside:shift", options: {token: 5, amount: 3}, goals: five, strength: 3}
+  processor + goal: {plugin: "outside:add", options: {token: 5, amount: 3}, goals: five}
+judges:
+  five: {figures: [mean], source: "outside:has_five"}
+"""
+
+
+def run_hooked(folder: Path, lm: Any, *methods: str) -> dict[str, Any]:
+    prompts = "".join(f'{{"prompt": "w{number} w2"}}\n' for number in range(4))
+    scored = [f'{{"text": "{FIVE} w{n % 9} w{n % 7}", "score": 1}}\n' for n in range(40)]
+    scored += [f'{{"text": "w{n % 9 + 9} w{n % 7 + 9}", "score": 0}}\n' for n in range(40)]
+    for name, content in (
+        ("prompts.jsonl", prompts),
+        ("scored.jsonl", "".join(scored)),
+        ("hooked.yaml", HOOKED),
+    ):
+        (folder / name).write_text(content)
+    config = EvaluationConfig(folder, folder / "out", methods=methods, rows=6)
+    suite = load_suite(folder / "hooked.yaml")
+    return evaluate(suite, lm, word_tokenizer(), tiny_hmm(word_tokenizer()), config)
+
+
+def test_a_hook_and_a_goal_act_together(tmp_path: Path, lm: Any) -> None:
+    methods = run_hooked(tmp_path, lm, "hook", "hook + goal")["methods"]
+    scores = {name: one["figures"]["five, mean"]["value"] for name, one in methods.items()}
+    assert scores["bare"] < scores["hook"] < scores["hook + goal"]
+    assert "price" not in methods["hook + goal"]["figures"]
+
+
+def test_a_processor_excludes_goals(tmp_path: Path, lm: Any) -> None:
+    with pytest.raises(InvalidInputError, match="outside:add has a logits processor"):
+        run_hooked(tmp_path, lm, "processor + goal")
+
+
 def test_a_finished_run_generates_nothing(
     done: tuple[Path, dict[str, Any]], lm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

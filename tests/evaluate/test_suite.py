@@ -67,7 +67,6 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
         (SUITE.replace("strength: 2", "match_price: steered"), "does not match another one"),
         (SUITE.replace("goals: polite, ", ""), "has strength, but no goals"),
         (SUITE.replace("goals: polite", "goals: [{of: polite}]"), "a goal is an expression"),
-        (SUITE.replace("goals: polite,", "goals: polite, plugin: 'a:b',"), "goals and a plug-in"),
         (SUITE.replace("bare: {}", "bare: {options: {a: 1}}"), "options, but no plug-in"),
         (SUITE.replace("bare: {}", "bare: {plugin: 'a:b', options: 1}"), "must be a mapping"),
     ],

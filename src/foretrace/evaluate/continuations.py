@@ -62,7 +62,7 @@ class Method:
         prompts: The inputs of the LM, if they differ from the prompts: instructions.
         best_of: The number of candidates for each continuation.
         best_by: For each prompt, the attribute by which the best candidate is chosen.
-        plugin: A method from outside foretrace; it excludes goals.
+        plugin: A method from outside foretrace. Its logits processor excludes goals.
 
     Example:
         >>> from foretrace.evaluate.continuations import Method

@@ -141,6 +141,7 @@ def evaluate(
         for name, plan in suite.methods.items()
         if name in chosen and plan.plugin is not None
     }
+    _check_goals(suite, plugins)
     judges = {name: scorer.describe() for name, scorer in scorers.items()}
     identities = {"lm": runner.lm, "hmm": hmm.checksum}
     calibrated = find_strengths(
@@ -256,6 +257,17 @@ def _chosen(suite: Suite, methods: Sequence[str]) -> list[str]:
             f"{', '.join(suite.methods)}."
         )
     return [name for name in suite.methods if not methods or name in (*methods, suite.baseline)]
+
+
+def _check_goals(suite: Suite, plugins: Mapping[str, Plugin]) -> None:
+    """Refuse goals beside a plug-in's logits processor, which expects the LM's own logits."""
+    for name, plugin in plugins.items():
+        if suite.methods[name].goals and plugin.processor is not None:
+            raise InvalidInputError(
+                f"The method '{name}' has goals, and its plug-in {suite.methods[name].plugin} has "
+                f"a logits processor. Both change the logits of the LM. Remove the goals, or use a "
+                f"plug-in that has only a hook or a model."
+            )
 
 
 def _plugin_inputs(plan: MethodPlan, plugin: Plugin) -> list[Any]:

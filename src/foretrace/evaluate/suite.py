@@ -168,7 +168,8 @@ class MethodPlan:
             chat, the system message.
         best_of: The number of candidates for each continuation.
         best_by: The attribute expression by which the best candidate is chosen.
-        plugin: `module:function`, a method from outside foretrace. It excludes goals.
+        plugin: `module:function`, a method from outside foretrace. With goals, foretrace steers the
+            LM that the plug-in has changed, by strengths that were measured without the plug-in.
         options: The options of the plug-in's function.
         curve: The name of the trade-off curve that the method is a point of.
     """
@@ -291,10 +292,6 @@ class Suite:
             raise InvalidInputError(
                 f"The method '{name}' must set both best_of (a number) and best_by (an "
                 f"attribute), or neither."
-            )
-        if method.plugin is not None and method.goals:
-            raise InvalidInputError(
-                f"The method '{name}' has goals and a plug-in, which exclude each other. Keep one."
             )
         if method.options and method.plugin is None:
             raise InvalidInputError(
