@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretrace import _io
 from foretrace.evaluate.continuations import encode_with_bos
+from peers.checkpoint import Checkpoint
 from peers.parts import inputs_identity, is_made, write_record
 
 Observe = Callable[[int, int], None]
@@ -58,13 +58,11 @@ class FineTuning:
             task_type="CAUSAL_LM",
         )
         self.model: Any = get_peft_model(lm, config)
-        self.folder, self.settings, self.inputs = folder, settings, inputs
+        self.folder, self.settings = folder, settings
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.learning_rate)
-        self.checkpoint = folder.with_name(f"{folder.name}.checkpoint.safetensors")
-        self.step, self.seconds = 0, 0.0
-        if self.checkpoint.is_file():
-            self._restore()
+        self.checkpoint = Checkpoint(folder, inputs, self.trained, self.optimizer)
+        self.step, self.seconds = self.checkpoint.restore()
 
     def run(self, batches: Sequence[Sequence[Sequence[int]]], observe: Observe) -> None:
         """Train on the batches that are left, and write the adapter."""
@@ -75,7 +73,7 @@ class FineTuning:
             self.step += 1
             self.seconds += perf_counter() - start
             if self.step % self.settings.checkpoint_steps == 0:
-                self._save()
+                self.checkpoint.save(self.step, self.seconds)
             observe(self.step, len(batches))
         scratch = self.folder.with_name(f"{self.folder.name}.partial")
         self.model.save_pretrained(scratch, save_embedding_layers=False)
@@ -86,34 +84,12 @@ class FineTuning:
         """Take a step; the learning rate falls linearly to 0 at the end of the epoch."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * left
-        ids, mask = _pad_right(batch)
+        ids, mask = pad_right(batch)
         labels = ids.masked_fill(mask == 0, IGNORED)
         loss = self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def _save(self) -> None:
-        tensors = {"progress": torch.tensor([self.step, self.seconds], dtype=torch.float64)}
-        for index, weights in enumerate(self.trained):
-            tensors[f"{index} weights"] = weights.detach()
-            for name, value in self.optimizer.state[weights].items():
-                tensors[f"{index} {name}"] = value
-        _io.write_tensors(self.checkpoint, tensors, {"inputs": self.inputs})
-
-    def _restore(self) -> None:
-        tensors, metadata = _io.read_tensors(self.checkpoint)
-        if metadata.get("inputs") != self.inputs:
-            return
-        progress = tensors.pop("progress").tolist()
-        self.step, self.seconds = int(progress[0]), progress[1]
-        with torch.no_grad():
-            for index, weights in enumerate(self.trained):
-                weights.copy_(tensors.pop(f"{index} weights"))
-        for key, tensor in tensors.items():
-            index_text, name = key.split(" ", 1)
-            # A copy: the file that it maps is replaced by the next checkpoint.
-            self.optimizer.state[self.trained[int(index_text)]][name] = tensor.clone()
 
 
 def train_adapter(
@@ -145,7 +121,7 @@ def train_adapter(
     run = FineTuning(lm, folder, settings, inputs)
     run.run(make_batches([ids for ids in encoded if len(ids) > 1], settings), observe)
     write_record(folder, inputs, run.seconds, len(texts))
-    run.checkpoint.unlink(missing_ok=True)
+    run.checkpoint.remove()
 
 
 def make_batches(
@@ -162,7 +138,8 @@ def make_batches(
     return [batches[index] for index in order.tolist()]
 
 
-def _pad_right(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def pad_right(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Pad rows on the right; return their ids and their mask, (n, longest) each."""
     longest = max(map(len, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)

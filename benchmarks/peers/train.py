@@ -1,4 +1,4 @@
-"""Make what the methods need for an attribute: foretrace's attribute, the vector, the experts."""
+"""Make what the methods need for an attribute, such as foretrace's attribute and the experts."""
 
 import subprocess
 import sys
@@ -14,12 +14,18 @@ from foretrace.cli.terminal import ProgressBars
 from foretrace.evaluate.preparation import fit_attributes
 from foretrace.evaluate.suite import Suite
 from foretrace.hmm import HMM
+from peers import lm_steer, token_bias
 from peers.control_vectors import NUM_PAIRS, VECTOR, train_vector
 from peers.experts import ANTI_EXPERT, EXPERT
+from peers.head_fit import fit_change
+from peers.lm_steer import MAP, LowRankMap
 from peers.lora import train_adapter
 from peers.page import Made
 from peers.parts import inputs_identity, is_made, part, read_record, write_record
+from peers.sasa import SUBSPACE, fit_subspace
 from peers.sides import MOST_TEXTS, read_sides
+from peers.states import StateReader
+from peers.token_bias import BIAS, TokenBias
 
 ATTRIBUTE, LEVELS = "attribute.safetensors", "levels.safetensors"
 
@@ -48,10 +54,11 @@ class Workshop:
         train_vector(lm, tokenizer, sides, part(name, VECTOR), self.pairs)
         bars.update(f"{name}: vector", 1, 1, "vectors")
         ends = HMM.from_pretrained(self.hmm).config.eos_token_ids
+        bos = ends[0] if ends else None
+        fit_heads(name, StateReader(lm, tokenizer, sides, bos, self.pairs), bars)
         for side, texts in zip((EXPERT, ANTI_EXPERT), sides, strict=True):
             lm, tokenizer = self.load_lm()  # training changes it
-            stage, bos = f"{name}: {side}", ends[0] if ends else None
-            observe = partial(_observe_steps, bars, stage)
+            observe = partial(_observe_steps, bars, f"{name}: {side}")
             train_adapter(lm, tokenizer, texts, part(name, side), bos, observe)
 
     def _fit(self, suite: Suite, name: str, lm: Any, tokenizer: Any) -> None:
@@ -83,6 +90,19 @@ class Workshop:
         write_record(file, inputs, perf_counter() - start, 0)
 
 
+def fit_heads(name: str, reader: StateReader, bars: ProgressBars) -> None:
+    """Fit the methods that change the LM's head, on states that are read once."""
+    vocabulary, size = reader.lm.get_output_embeddings().weight.shape
+    for file, make, settings in (
+        (MAP, partial(LowRankMap, size), lm_steer.SETTINGS),
+        (BIAS, partial(TokenBias, vocabulary), token_bias.SETTINGS),
+    ):
+        observe = partial(_observe_steps, bars, f"{name}: {Path(file).stem}")
+        fit_change(make, reader, part(name, file), settings, observe)
+    fit_subspace(reader, part(name, SUBSPACE))
+    bars.update(f"{name}: subspace", 1, 1, "subspaces")
+
+
 def _observe_steps(bars: ProgressBars, stage: str, done: int, total: int) -> None:
     bars.update(stage, done, total, "steps")
 
@@ -91,12 +111,15 @@ def list_made(name: str) -> list[Made]:
     """List what it took to make an attribute by every method."""
     records = {
         key: read_record(part(name, key))
-        for key in (ATTRIBUTE, LEVELS, VECTOR, EXPERT, ANTI_EXPERT)
+        for key in (ATTRIBUTE, LEVELS, VECTOR, MAP, BIAS, SUBSPACE, EXPERT, ANTI_EXPERT)
     }
     methods = {
         "foretrace: fit": [ATTRIBUTE],
         "foretrace: levels": [LEVELS],
         "control vector": [VECTOR],
+        "LM-Steer": [MAP],
+        "token bias": [BIAS],
+        "SASA": [SUBSPACE],
         "fine-tuning": [EXPERT],
         "DExperts": [EXPERT, ANTI_EXPERT],
     }
