@@ -40,6 +40,21 @@ FACTS = {
         "1 pass of the LM, and an addition in each layer",
         "vectors add up; nothing tells by how much they disturb each other",
     ),
+    "LM-Steer": Facts(
+        "the LM's last hidden states; texts on both sides; a coefficient to tune",
+        "1 pass of the LM, and a product with a map of low rank before the head",
+        "maps add up; nothing tells by how much they disturb each other",
+    ),
+    "token bias": Facts(
+        "the LM's logits; texts on both sides, and the LM's last hidden states for the fit",
+        "1 pass of the LM, and an addition to the logits",
+        "biases add up",
+    ),
+    "SASA": Facts(
+        "the LM's last hidden states; texts on both sides; a coefficient to tune",
+        "1 pass of the LM, and a pass that reads the candidates for the next token",
+        "margins add up, in the same pass",
+    ),
     "DExperts": Facts(
         "the LM's logits; two fine-tuned LMs with the same vocabulary",
         "3 passes: the LM, the expert and the anti-expert",

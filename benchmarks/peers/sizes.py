@@ -10,7 +10,10 @@ from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
 from peers.control_vectors import VECTOR
 from peers.experts import ANTI_EXPERT, EXPERT
+from peers.lm_steer import MAP
 from peers.parts import part, read_record, size
+from peers.sasa import CANDIDATES, SUBSPACE
+from peers.token_bias import BIAS
 
 ATTRIBUTES = 64
 BEST_OF = 4
@@ -28,6 +31,9 @@ class Sizes:
     attribute: int
     """Of one attribute and its lookahead table."""
     vector: int
+    lm_steer: int
+    bias: int
+    subspace: int
     expert: int
     anti_expert: int
 
@@ -42,13 +48,17 @@ def measure_sizes(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     values = 2 * config.num_hidden_layers * heads * head_size
-    records = {key: read_record(part(name, key)) for key in (VECTOR, EXPERT, ANTI_EXPERT)}
+    keys = (VECTOR, MAP, BIAS, SUBSPACE, EXPERT, ANTI_EXPERT)
+    records = {key: read_record(part(name, key)) for key in keys}
     return Sizes(
         lm=sum(one.numel() * one.element_size() for one in lm.parameters()),
         cached_token=values * lm.dtype.itemsize,
         hmm=size(hmm_folder),
         attribute=Lookahead(hmm, attribute, HORIZON).nbytes,
         vector=records[VECTOR]["bytes"],
+        lm_steer=records[MAP]["bytes"],
+        bias=records[BIAS]["bytes"],
+        subspace=records[SUBSPACE]["bytes"],
         expert=records[EXPERT]["bytes"],
         anti_expert=records[ANTI_EXPERT]["bytes"],
     )
@@ -64,7 +74,7 @@ class Serving:
     models: int
     """Models in memory, beside the LM, if adapters are merged into them."""
     passes: int
-    """Passes of an LM for each token of a request."""
+    """Tokens that an LM reads for each token of a request."""
     note: str
 
 
@@ -78,6 +88,9 @@ def serving_needs(sizes: Sizes, instruction_tokens: int, n: int = ATTRIBUTES) ->
         Serving("best of n", 0, 0, BEST_OF, f"{BEST_OF} sequences for each request"),
         Serving("self-debiasing", n * cached, 0, 2, "a second sequence for each request"),
         Serving("control vector", n * sizes.vector, 0, 1, "an engine that adds a vector per row"),
+        Serving("LM-Steer", n * sizes.lm_steer, 0, 1, "an engine that has a map per row"),
+        Serving("token bias", n * sizes.bias, 0, 1, "an engine that adds a bias per row"),
+        Serving("SASA", n * sizes.subspace, 0, 2 + CANDIDATES, "a second cache of each sequence"),
         Serving("DExperts", n * pair, 2 * n, 3, "an engine that serves 2 n adapters in a batch"),
         Serving("fine-tuning", n * sizes.expert, n, 1, "an engine that serves n adapters"),
     ]

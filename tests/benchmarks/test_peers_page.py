@@ -28,6 +28,7 @@ from peers.page import Made, SuitePart, write_page
 from peers.scores import Scored
 from peers.sizes import Sizes, serving_needs
 
+VARIANTS = ["prompting + foretrace", "control vector + foretrace", "DExperts without filter"]
 SUITES = ["detox-hard", "sentiment", "politics"]
 SIZES = Sizes(
     lm=538_000_000,
@@ -35,6 +36,9 @@ SIZES = Sizes(
     hmm=100_000_000,
     attribute=500_000,
     vector=70_000,
+    lm_steer=300_000,
+    bias=200_000,
+    subspace=2_000,
     expert=10_000_000,
     anti_expert=10_000_000,
 )
@@ -51,9 +55,10 @@ def test_every_suite_has_every_method_as_a_curve(name: str) -> None:
         if method != "bare":
             assert plan.curve is not None
             curves.setdefault(plan.curve, []).append(plan)
-    assert set(curves) == {*FACTS, "prompting + foretrace"}
-    for curve in ("foretrace", "control vector", "DExperts", "self-debiasing"):
+    assert set(curves) == {*FACTS, *VARIANTS}
+    for curve in ("foretrace", "control vector", "LM-Steer", "SASA", "DExperts"):
         assert len(curves[curve]) >= 3
+    assert all(len(plans) <= 3 for curve, plans in curves.items() if curve != "foretrace")
     attribute = next(iter(suite.attributes))
     for plans in curves.values():
         for plan in plans:
