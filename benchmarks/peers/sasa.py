@@ -6,8 +6,8 @@ mean of the others). A state is the last hidden state at the last token of a tex
 beta times the margin of the text with a candidate for its next token is added to the candidate's
 logit.
 
-Differences from the paper: candidates are the most likely tokens of the LM's nucleus, and at most
-`candidates` of them, for their cost. Other tokens get the mean margin of the candidates, by
+Differences from the paper: only the most likely tokens of the LM's nucleus are candidates, and at
+most `candidates` of them, because each has to be read. Other tokens get the mean margin of the candidates, by
 probability, so that they are not excluded. All candidates of a text are read in one pass: each sees
 the text and itself. The covariance has a small ridge.
 """
