@@ -23,7 +23,7 @@ from peers.parts import checksum, part, require
 
 MAP = "lm-steer.safetensors"
 RANK = 64
-SETTINGS = FitSettings(learning_rate=2e-3)
+SETTINGS = FitSettings(learning_rate=2e-4)
 
 
 class LowRankMap(Change):

@@ -7,9 +7,10 @@ beta times the margin of the text with a candidate for its next token is added t
 logit.
 
 Differences from the paper: only the most likely tokens of the LM's nucleus are candidates, and at
-most `candidates` of them, because each has to be read. Other tokens get the mean margin of the candidates, by
-probability, so that they are not excluded. All candidates of a text are read in one pass: each sees
-the text and itself. The covariance has a small ridge.
+most `candidates` of them, because each has to be read. Other tokens get the mean margin of the
+candidates, by probability, so that they are not excluded. All candidates of a text are read in one
+pass: each sees the text and itself. The covariance has a small ridge. Margins are divided by their
+standard deviation on the texts of the fit, so that beta means the same for every attribute.
 """
 
 from pathlib import Path
@@ -145,7 +146,10 @@ def fit_subspace(reader: StateReader, file: Path) -> None:
 
 
 def linear_classifier(states: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return w (d,) and b () of the Bayes-optimal classifier with equal priors: (n, d), (n,)."""
+    """Return w (d,) and b () of the Bayes-optimal classifier with equal priors: (n, d), (n,).
+
+    Margins of the given states have a standard deviation of 1.
+    """
     states = states.double()
     sides = [states[signs > 0], states[signs < 0]]
     means = [side.mean(0) for side in sides]
@@ -154,4 +158,5 @@ def linear_classifier(states: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     covariance.diagonal().add_(RIDGE * covariance.diagonal().mean())
     normal = torch.linalg.solve(covariance, means[0] - means[1])
     offset = -normal @ (means[0] + means[1]) / 2
-    return normal.float(), offset.float()
+    scale = (states @ normal + offset).std()
+    return (normal / scale).float(), (offset / scale).float()

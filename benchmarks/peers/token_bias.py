@@ -16,7 +16,7 @@ from peers.head_fit import Change, FitSettings
 from peers.parts import checksum, part, require
 
 BIAS = "token-bias.safetensors"
-SETTINGS = FitSettings(learning_rate=0.05)
+SETTINGS = FitSettings(learning_rate=0.02)
 
 
 class TokenBias(Change):
