@@ -1,0 +1,58 @@
+"""Required words are found as whole words, and the concepts of the benchmark are well formed."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+pytest.importorskip("sklearn", reason="needs the extra `evaluate`")
+
+from keyword_methods import words_grammar
+from keyword_texts import CONCEPTS, Places, missing_words, places
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("The dog saw a park.", []),
+        ("PARK! My Dog", []),
+        ("dogs in the park", ["dog"]),
+        ("a hotdog, and parking", ["dog", "park"]),
+        ("dog_park", ["dog", "park"]),
+        ("", ["dog", "park"]),
+    ],
+)
+def test_words_count_as_whole_words_in_any_case(text: str, missing: list[str]) -> None:
+    assert missing_words(text, ["dog", "park"]) == missing
+
+
+def test_places_are_those_of_the_first_occurrences() -> None:
+    text = " a dog sees the park. The dog runs"
+    assert places(text, ["park", "dog"]) == Places(first=1, last=4, after=4)
+    assert places(text, ["park", "dog", "cat"]) is None
+
+
+def test_concepts_are_well_formed() -> None:
+    data = json.loads(CONCEPTS.read_text(encoding="utf-8"))
+    assert len(set(data["openings"])) == 20
+    for size, concepts in data["concepts"].items():
+        assert len({tuple(sorted(words)) for words in concepts}) == 20
+        for words in concepts:
+            assert len(set(words)) == int(size)
+            assert all(word.isalpha() and word.islower() for word in words)
+
+
+def test_no_opening_has_a_required_word() -> None:
+    data = json.loads(CONCEPTS.read_text(encoding="utf-8"))
+    words = [word for size in data["concepts"].values() for concept in size for word in concept]
+    for opening in data["openings"]:
+        assert missing_words(opening, words) == words
+
+
+def test_the_grammar_has_rules_for_every_set_of_missing_words() -> None:
+    grammar = words_grammar(["dog", "cat"])
+    names = [line.split(" ::= ")[0] for line in grammar.splitlines()]
+    assert len(names) == len(set(names))
+    assert "text_0_1 ::= other text_0_1 | letters other text_0_1 | " in grammar
+    assert "[Dd] [Oo] [Gg] after_1" in grammar
+    assert grammar.count("root ::= text_0_1") == 1
