@@ -18,7 +18,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from math import exp
+from math import exp, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,6 +214,8 @@ def report_perplexities(report: Report, prefix: str, nats: Mapping[str, Measurem
     for name, measured in nats.items():
         if name != LOOKAHEAD:
             difference = change(nats[LOOKAHEAD], measured).difference
+            if isnan(difference.value):  # no text has all words
+                continue
             percent = Interval(*(100 * (exp(bound) - 1) for bound in difference))
             label = f"{prefix}{LOOKAHEAD} against {name}: perplexity"
             goal = 15.0 if name.endswith("texts with all words") else None
