@@ -105,7 +105,8 @@ def fit(
     teaching = Teaching()
     if lm:
         teachable = objective in (Objective.auto, Objective.evidence) and terms == 1
-        file = out.with_suffix(".samples.jsonl") if teachable else None
+        # In one file for all attributes of the folder: samples depend on the LM and the prompts.
+        file = out.with_name(".samples.jsonl") if teachable else None
         teaching = models.teach(texts.column("text"), scores, prompt_texts, file, seed)
     attribute = fitter.fit_scores(
         texts, scores, name or out.stem, out, prompt_texts, teaching.samples
