@@ -3,16 +3,17 @@
 FORETRACE_LM names the folder of the LM, or a GGUF file, which is dequantised. Without native
 bfloat16, its linear layers run in 8-bit integers. FORETRACE_DATA names the folder of data,
 FORETRACE_ENCODER the sentence encoder of the judges, and FORETRACE_OUT a folder that keeps what
-takes time: an interrupted run resumes from it. *Positive* is fitted to SST-2, and *formal* and
-*sea* to texts that the LM writes from their descriptions. It also writes texts for *positive*, for
-`descriptions.py` with another LM. --quick steers SmolLM2 toward *positive* on a few prompts.
-Install first:
+takes time: an interrupted run resumes from it. *Positive* is fitted to SST-2, and all others to
+texts that the LM writes from the descriptions of `descriptions.py`. SmolLM2 is also steered, by its
+own texts and by those of the second LM. --quick steers SmolLM2 alone, on a few prompts. Install
+first:
 
     pip install vaderSentiment gguf
     pip install --no-deps -r benchmarks/peers/requirements-control-vectors.txt
 """
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
+from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from descriptions import DESCRIPTIONS, JUDGE_TEXTS, REVIEW_TEXTS, REVIEWS
+from descriptions import DESCRIPTIONS, JUDGE_TEXTS, REVIEW_TEXTS, REVIEWS, Description
 from foretrace import HMM, Attribute, Compiler, FitConfig, Goal, _io
 from foretrace._hardware import default_dtype
 from foretrace._tabular import read_rows
@@ -60,7 +62,8 @@ CALIBRATION = "detox/train_prompts.jsonl.xz"
 TOP_P = 0.9
 LEVELS = {name: BUDGETS[name] for name in ("medium", "strong")}
 COEFFICIENTS = 0.2, 0.4
-NAMES = "positive", "formal", "sea"
+WRITTEN = ", written"  # the end of an attribute's name that is fitted to texts of an LM
+NAMES = "positive", "positive" + WRITTEN, "formal" + WRITTEN, "sea" + WRITTEN
 
 
 class Sizes(NamedTuple):
@@ -192,13 +195,14 @@ class SecondLM:
 
     def _fit(self, name: str) -> Attribute:
         keep: list[str] = []
-        if name == "positive":
-            rows = read_rows(self.data / TRAIN, ["text", "positive"])[: self.sizes.texts]
-            scores = [float(row["positive"]) for row in rows]
-        else:
+        if name.endswith(WRITTEN):
             rows = self.write(name)
             scores = [float(row["score"]) for row in rows]
-            keep = instruction_words(DESCRIPTIONS[name].wish, DESCRIPTIONS[name].against)
+            description = description_of(name)
+            keep = instruction_words(description.wish, description.against)
+        else:
+            rows = read_rows(self.data / TRAIN, ["text", "positive"])[: self.sizes.texts]
+            scores = [float(row["positive"]) for row in rows]
         windows = tokenize([row["text"] for row in rows], self.tokenizer)
         return Attribute.fit(
             windows.token_ids,
@@ -212,14 +216,18 @@ class SecondLM:
             **tokenizer_settings(self.tokenizer.get_vocab()),
         )
 
+    def texts(self, name: str) -> Path:
+        """Return the file of the texts that an LM has written."""
+        return self.out / f"{name}.texts.jsonl"
+
     def write(self, name: str) -> list[dict[str, Any]]:
         """Have the LM write the texts of a description, unless it has done so."""
-        file = self.out / f"{name}.texts.jsonl"
+        file = self.texts(name)
         if not file.exists():
-            written = self.out / f"{name}.written.jsonl"
+            written = file.with_name(f"{name}.jsonl")
             writer = LMWriter(self.lm, self.tokenizer, self.folder.name, self.ends)
-            wish, against, _ = DESCRIPTIONS[name]
-            with self.timed(f"{name}: write"):
+            wish, against, _ = description_of(name)
+            with self.timed(f"{name}: texts"):
                 contrast = write_contrast(
                     writer, wish, against, written, num_texts=self.sizes.written
                 )
@@ -307,8 +315,9 @@ class SecondLM:
     def judges(self, name: str) -> dict[str, Any]:
         """Return functions from texts to scores, which have not seen the attribute's texts."""
         encoder = os.environ.get("FORETRACE_ENCODER")
-        if name != "positive":
-            rows = read_rows(JUDGE_TEXTS / f"{name}.texts.jsonl", ["text", "side"])
+        base = name.removesuffix(WRITTEN)
+        if base != "positive":
+            rows = read_rows(JUDGE_TEXTS / f"{base}.texts.jsonl", ["text", "side"])
             labels = [row["side"] for row in rows]
             judge = LinearJudge.train([row["text"] for row in rows], labels, encoder=encoder)
             return {"judge": judge.scorer("for")}
@@ -328,44 +337,67 @@ def vader(texts: Sequence[str]) -> list[float]:
 
 def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that are compared."""
-    instruction = DESCRIPTIONS[name].prompt + "\n\n{prompt}"
-    methods = {"bare": Method(), "prompting": Method(instruction=instruction)}
-    methods |= {level: Method(level) for level in LEVELS}
-    if name == "positive":
-        for one in COEFFICIENTS:
-            methods[f"control vector, {one:g}"] = Method(coefficient=one)
-    return methods
+    steered = {"bare": Method(), **{level: Method(level) for level in LEVELS}}
+    if name == "positive" + WRITTEN:  # the other methods do not depend on the texts
+        return steered
+    instruction = description_of(name).prompt + "\n\n{prompt}"
+    vectors = {f"control vector, {one:g}": Method(coefficient=one) for one in COEFFICIENTS}
+    others = {"prompting": Method(instruction=instruction)}
+    return {**steered, **others, **(vectors if name == "positive" else {})}
 
 
-def measure(report: Report, second: SecondLM, name: str, quick: bool) -> None:
-    """Make an attribute, steer toward it, and add the figures of all methods."""
+def description_of(name: str) -> Description:
+    """Return the description of an attribute."""
+    return DESCRIPTIONS[name.removesuffix(WRITTEN)]
+
+
+def compare_writers(report: Report, second: SecondLM) -> None:
+    """Fit *positive* for SmolLM2 to its own texts and to the second LM's, and steer it."""
+    name = "positive" + WRITTEN
+    own = SecondLM(find_smollm2(), second.data, second.out / "own texts", second.sizes)
+    other = replace(own, out=second.out / "texts of the second LM")
+    for one in (own, other):
+        one.out.mkdir(exist_ok=True)
+    shutil.copy(second.texts(name), other.texts(name))
+    rows = read_rows(second.data / REVIEW_TEXTS, ["text", "positive"])
+    for one in (own, other):
+        windows = tokenize([row["text"] for row in rows], one.tokenizer)
+        truth = [int(rows[text]["positive"]) for text in windows.texts]
+        found = one.attribute(name).probability(windows.token_ids)
+        report.add(f"{one.out.name}: texts", len(one.write(name)), "")
+        report.add(f"{one.out.name}: AUC on reviews", float(roc_auc_score(truth, found)), "")
+        measure(report, one, name, f"{one.out.name}: ")
+
+
+def measure(
+    report: Report, second: SecondLM, name: str, prefix: str = "", labels: Sequence[str] = ()
+) -> None:
+    """Make an attribute, steer toward it, and add the figures of all methods, or of some."""
     attribute = second.attribute(name)
-    report.add(f"{name}: AUC, held out", attribute.config.fit["auc"], "")
+    title = prefix + name
+    report.add(f"{title}: AUC, held out", attribute.config.fit["auc"], "")
     for level, strength in attribute.config.levels.items():
         guess = HMMPrices(second.hmm).strength(attribute, BUDGETS[level])
-        report.add(f"{name}: strength of {level}", strength, "")
-        report.add(f"{name}: strength of {level} by frequencies alone", guess, "")
+        report.add(f"{title}: strength of {level}", strength, "")
+        report.add(f"{title}: strength of {level} by frequencies alone", guess, "")
     judges = second.judges(name)
-    for label, method in methods_of(name).items():
-        if quick and label not in ("bare", "strong"):
-            continue
-        rows = second.generate(name, label, method)
-        texts = [row["texts"] for row in rows]
+    methods = methods_of(name)
+    for label in labels or methods:
+        rows = second.generate(name, label, methods[label])
+        texts, counts = [row["texts"] for row in rows], [row["tokens"] for row in rows]
         figures = {
             figure: metrics.mean_score(scores(judge, texts)) for figure, judge in judges.items()
         }
         figures["perplexity"] = metrics.perplexity([row["losses"] for row in rows])
-        counts = [row["tokens"] for row in rows]
         figures["price"] = metrics.price([row["prices"] for row in rows], counts)
         figures["dist-3"] = metrics.distinct(texts, 3)
         figures["letters"] = metrics.letters(texts)
         figures["words"] = metrics.words(texts)
         for figure, measured in figures.items():
             value, *interval = metrics.interval(measured)
-            report.add(f"{name}, {label}: {figure}", value, "", interval=interval)
+            report.add(f"{title}, {label}: {figure}", value, "", interval=interval)
         seconds = sum(row["seconds"] for row in rows)
-        report.add(f"{name}, {label}: time", seconds, "s")
-        report.add(f"{name}, {label}: tokens per second", sum(map(sum, counts)) / seconds, "")
+        report.add(f"{title}, {label}: tokens per second", sum(map(sum, counts)) / seconds, "")
 
 
 def scores(judge: Any, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
@@ -386,9 +418,12 @@ def main() -> None:
             source, out = (Path(os.environ[f"FORETRACE_{key}"]) for key in ("LM", "OUT"))
             second = SecondLM(source, data, out, Sizes())
         second.out.mkdir(parents=True, exist_ok=True)
-        for name in NAMES[:1] if args.quick else NAMES:
-            measure(report, second, name, args.quick)
-        second.write("positive")
+        if args.quick:
+            measure(report, second, NAMES[1], labels=("bare", "strong"))
+        else:
+            for name in NAMES:
+                measure(report, second, name)
+            compare_writers(report, second)
         for name, seconds in _io.read_json(second.out / "seconds.json").items():
             report.add(f"time of {name}", seconds, "s")
     report.publish(args.json)
