@@ -69,7 +69,6 @@ NAMES = "positive", "positive" + WRITTEN, "formal" + WRITTEN, "sea" + WRITTEN
 class Sizes(NamedTuple):
     """How much is generated."""
 
-    texts: int | None = None  # of SST-2 that an attribute is fitted to
     written: int = 200  # texts of a description, of both sides
     frequencies: int = 32  # tokens of each of the texts in which frequencies are measured
     calibration: int = 32  # prompts
@@ -80,7 +79,7 @@ class Sizes(NamedTuple):
     pairs: int = 100  # of texts that a control vector is trained on
 
 
-QUICK = Sizes(400, 10, 4, 4, 2, 2, 2, 6, 8)
+QUICK = Sizes(20, 4, 4, 2, 2, 2, 6, 8)
 
 
 class Method(NamedTuple):
@@ -201,7 +200,7 @@ class SecondLM:
             description = description_of(name)
             keep = instruction_words(description.wish, description.against)
         else:
-            rows = read_rows(self.data / TRAIN, ["text", "positive"])[: self.sizes.texts]
+            rows = read_rows(self.data / TRAIN, ["text", "positive"])
             scores = [float(row["positive"]) for row in rows]
         windows = tokenize([row["text"] for row in rows], self.tokenizer)
         return Attribute.fit(
