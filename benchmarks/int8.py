@@ -13,6 +13,8 @@ LARGEST = 127
 class Int8Linear(torch.nn.Module):
     """A linear layer with weights and activations of 8 bits."""
 
+    values: Tensor
+    scales: Tensor
     bias: Tensor | None
 
     def __init__(self, linear: torch.nn.Linear) -> None:
