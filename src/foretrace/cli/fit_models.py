@@ -10,13 +10,16 @@ import typer
 from foretrace.cli.goal_options import (
     UNIGRAM,
     load_hmm,
+    load_or_measure_gguf_hmm,
     load_or_measure_hmm,
     probe_builder,
     probe_for,
 )
+from foretrace.cli.llama_generator import load_gguf_tokenizer
 from foretrace.cli.loading import load_lm, load_tokenizer
 from foretrace.cli.report import print_report
 from foretrace.cli.terminal import ProgressBars
+from foretrace.gguf import is_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +60,13 @@ class Models:
     def load(cls, lm: str | None, tokenizer: str, hmm: str | None, device: str, dtype: str) -> Self:
         """Load the tokenizer and, if they are named, the LM and the HMM.
 
-        Without an HMM, measure the frequencies of the LM's tokens.
+        Without an HMM, measure the frequencies of the LM's tokens. Of a GGUF file, only its
+        tokenizer, head and frequencies are used.
         """
+        if lm is not None and is_gguf(lm):
+            gguf_tokenizer = load_gguf_tokenizer(lm)
+            measured = load_or_measure_gguf_hmm(hmm, lm, gguf_tokenizer, "cpu", FIT_LENGTH)
+            return cls(lm, gguf_tokenizer, None, hmm or UNIGRAM, measured)
         if lm is not None:
             model, loaded_tokenizer = load_lm(lm, dtype, device)
             measured = load_or_measure_hmm(hmm, model, loaded_tokenizer, FIT_LENGTH)
@@ -74,9 +82,11 @@ class Models:
 
     def token_embeddings(self) -> "Tensor | None":
         """Return the embeddings of the LM's tokens, if there is an LM."""
-        from foretrace.context import Head, token_embeddings
+        from foretrace.context import Head, read_head, token_embeddings
 
-        return None if self.lm is None else token_embeddings(Head.of_model(self.lm, self.tokenizer))
+        if self.lm is not None:
+            return token_embeddings(Head.of_model(self.lm, self.tokenizer))
+        return token_embeddings(read_head(self.name)) if is_gguf(self.name) else None
 
     def teach(
         self,

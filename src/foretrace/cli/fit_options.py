@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from foretrace.cli.goal_options import DTYPE_HELP
+from foretrace.gguf import is_gguf
 
 _TextOption = partial(typer.Option, rich_help_panel="Texts")
 _ScoreOption = partial(typer.Option, rich_help_panel="Scores")
@@ -143,7 +144,7 @@ LM = Annotated[
     _LMOption(
         help="The LM to steer: a folder, or a hub id. The command finds the strengths of levels "
         "with it, gives a verdict, and also fits to its samples. Rewards cost less at the same "
-        "effect."
+        "effect. Of a GGUF file, it uses the head and the frequencies of tokens alone."
     ),
 ]
 HMM = Annotated[
@@ -254,6 +255,12 @@ def check(
             context and (by or not lm)
         ),
         "Pass --lm, or --tokenizer: an attribute belongs to a tokenizer.": not (lm or tokenizer),
+        "A GGUF file neither writes texts nor gives a verdict here: leave out --prompts and "
+        "--context, and pass texts or --writer-url. Or pass the LM as transformers has it.": (
+            lm is not None
+            and is_gguf(lm)
+            and bool(sampled or context or texts.prompts or (described and not texts.writer_url))
+        ),
         "--lm has its own tokenizer: leave out --tokenizer.": bool(lm and tokenizer),
         f"--out {out} is a file; with --by it must be a folder.": by and out.is_file(),
         f"--out {out} is a folder; name a file in it.": not by and out.is_dir(),

@@ -124,14 +124,11 @@ def generate(
     build_probe: goal_options.BuildProbe
     if is_gguf(model):
         _require_llama_options(batch_size, dtype)
-        if has_goals and hmm is None:
-            raise typer.BadParameter(
-                f"A GGUF file needs --hmm to steer. `foretrace distill {model}` makes its HMM."
-            )
         tokenizer = load_gguf_tokenizer(model)
         build_probe = partial(build_gguf_probe, model)
-        if has_goals and hmm is not None:
-            loaded_hmm = goal_options.load_hmm(hmm, tokenizer, choose_device(device))
+        if has_goals:
+            chosen = choose_device(device)
+            loaded_hmm = goal_options.load_or_measure_gguf_hmm(hmm, model, tokenizer, chosen)
     else:
         lm, tokenizer = load_lm(model, dtype, device)
         build_probe = goal_options.probe_builder(lm, tokenizer)

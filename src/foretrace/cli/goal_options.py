@@ -183,6 +183,22 @@ def load_or_measure_hmm(
         return unigram_hmm(lm, tokenizer, length=length, on_progress=bars.update)
 
 
+def load_or_measure_gguf_hmm(
+    source: str | None,
+    file: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    device: "str | torch.device",
+    length: int = 8,
+) -> "HMM":
+    """Load the HMM of a GGUF file; if none is named, measure token frequencies with llama.cpp."""
+    from foretrace.engines.llama_cpp import unigram_hmm
+
+    if source is not None:
+        return load_hmm(source, tokenizer, device)
+    typer.secho(WITHOUT_HMM, dim=True, err=True)
+    return unigram_hmm(file, length=length).to(device)
+
+
 BuildProbe = Callable[[], "Probe"]
 """Returns the probe of an LM. The second call returns the same object."""
 

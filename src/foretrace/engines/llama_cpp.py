@@ -4,17 +4,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from foretrace.distill.sampling.llama_source import LlamaSource
 from foretrace.engines.host import HostProcessor
+from foretrace.engines.prompts import start_ids
 from foretrace.errors import InvalidInputError
 from foretrace.gguf import GGUFTokenizer
+from foretrace.hmm import HMM
 from foretrace.steering import CompiledGoal
 from foretrace.vocabulary import require_same_fingerprint
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
+NUM_TEXTS = 32  # in which the frequencies of tokens are measured
 NO_SEED = 0xFFFFFFFF  # llama.cpp chooses a random seed instead of this one
 
 
@@ -105,6 +110,45 @@ class SteeringProcessor(HostProcessor):
             scores[:] = -np.inf
             scores[self._end] = 0.0
             raise
+
+
+def unigram_hmm(file: str, *, length: int = 8, seed: int = 0) -> HMM:
+    """Measure the frequencies of the tokens of a GGUF file's LM, as an HMM with one state.
+
+    It does what `foretrace.engines.transformers.unigram_hmm` does, with llama.cpp.
+
+    Args:
+        file: The GGUF file.
+        length: The number of tokens of each of 32 texts.
+        seed: The random seed.
+
+    Returns:
+        The HMM.
+
+    Raises:
+        InvalidFileError: There is no such file, or llama.cpp cannot load it.
+        InvalidInputError: llama-cpp-python is not installed, or the file has no token to begin or
+            to end a text.
+
+    Example:
+        >>> from foretrace.engines.llama_cpp import unigram_hmm
+        >>> hmm = unigram_hmm("SmolLM2-135M-Instruct.Q4_1.gguf")  # doctest: +SKIP
+    """
+    source = LlamaSource.load(file, length, chat=False)
+    try:
+        tokenizer = source.tokenizer
+        source.ends = tuple(dict.fromkeys([*source.ends, *GGUFTokenizer(source.llm).end_token_ids]))
+        total = torch.zeros(source.vocab_size)
+        for logits in source.openings(start_ids(tokenizer, source.ends), NUM_TEXTS, length, seed):
+            total += logits.softmax(-1).mean(0)
+        return HMM.unigram(
+            total,
+            eos_token_ids=source.ends,
+            tokenizer_fingerprint=source.tokenizer_fingerprint,
+            source_model=source.name,
+        )
+    finally:
+        source.close()
 
 
 def generate_tokens(

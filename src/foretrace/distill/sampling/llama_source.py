@@ -100,6 +100,30 @@ class LlamaSource(Source):
             )
         return rows
 
+    def openings(
+        self, start: Sequence[int], count: int, length: int, seed: int
+    ) -> Iterator[Tensor]:
+        """Begin texts after `start`; yield the logits of each of their tokens, (count, V).
+
+        Tokens that end a text do not occur.
+        """
+        torch.manual_seed(seed)
+        self._clear()
+        last = len(start) - 1
+        positions = [
+            Position(row, index, token, index == last)
+            for row in range(count)
+            for index, token in enumerate(start)
+        ]
+        for step in range(length):
+            logits = self._compute(positions)
+            logits[:, list(self.ends)] = -torch.inf
+            yield logits
+            positions = [
+                Position(row, len(start) + step, int(token), True)
+                for row, token in enumerate(sample_tokens(logits))
+            ]
+
     def hidden(self, rows: Tensor, contexts: TokenLists | None = None) -> Tensor:
         """Compute the last layer's hidden states of (n, T) rows: (n, T + 1, d)."""
         contexts = self.contexts_or_start(contexts, len(rows))

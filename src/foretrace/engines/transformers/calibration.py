@@ -12,6 +12,7 @@ from foretrace.attribute import Attribute
 from foretrace.context import Probe
 from foretrace.engines.prompts import Goals, common_hmm
 from foretrace.engines.transformers.batch import LMBatch, cut_at_end
+from foretrace.engines.transformers.sampler import TOP_K
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, START, find_strength
@@ -280,8 +281,24 @@ def _draw(logits: Tensor, generator: torch.Generator, top_p: float) -> Tensor:
     """
     probability = logits.softmax(-1)
     if top_p < 1:
-        ordered = probability.sort(-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered
-        least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+        least = _least_of_nucleus(probability, top_p)
         probability = probability.masked_fill(probability < least, 0.0)
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
+
+
+def _least_of_nucleus(probability: Tensor, top_p: float) -> Tensor:
+    """Return the smallest probability in the nucleus of each row: (n, V) -> (n, 1).
+
+    Only rows whose nucleus has more than TOP_K tokens are sorted whole.
+    """
+    top = probability.topk(min(TOP_K, probability.shape[1])).values
+    least, wide = _least(top, top_p), top.sum(-1) < top_p
+    if bool(wide.any()):
+        least[wide] = _least(probability[wide].sort(-1, descending=True).values, top_p)
+    return least
+
+
+def _least(ordered: Tensor, top_p: float) -> Tensor:
+    """Return the last probability before which the mass is below `top_p`: (n, k) -> (n, 1)."""
+    before = ordered.cumsum(-1) - ordered
+    return ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
