@@ -187,7 +187,7 @@ def score_sentences(
     texts = [*spelled, *(word + rest for word in spelled)]
     prompt = small.encode(begin)
     nats = score_texts(small.lm, goals, prompt, texts, ends=small.ends, limit=HORIZON).texts
-    term, whole = torch.split(nats, len(terms), 1)
+    term, whole = nats[:, : len(terms)], nats[:, len(terms) :]
     return torch.stack([term, whole - term])
 
 

@@ -155,19 +155,23 @@ class Maker:
 def table(store: AttributeStore, tokenizer: Any) -> str:
     """Return the table of README.md."""
     lines = [
-        "| name | form | AUC | mild | medium | strong | tokens that decide | data |",
+        "| name | AUC | mild | medium | strong | at `strong` | tokens that decide | data |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, source in SOURCES.items():
         attribute = store[name]
         fit, levels = attribute.config.fit, attribute.config.levels
-        tokens = [tokenizer.decode([effect.token]).strip() for effect in attribute.top_tokens(40)]
+        tokens = [
+            tokenizer.decode([effect.token]).strip()
+            for effect in attribute.top_tokens(80)
+            if effect.probability > 0.5
+        ]
         words = [word for word in dict.fromkeys(tokens) if re.fullmatch(r"[a-z]{4,}", word)]
         shown = "(insults)" if name == "nontoxic" else ", ".join(words[:6])
         strengths = " | ".join(f"{levels[level]:.3g}" for level in ("mild", "medium", "strong"))
-        form = "evidence" if attribute.evidence else "product"
+        outcome = attribute.report.outcome if attribute.report else "not measured"
         lines.append(
-            f"| `{name}` | {form} | {fit['auc']:.3f} | {strengths} | {shown} | {source.train} |"
+            f"| `{name}` | {fit['auc']:.3f} | {strengths} | {outcome} | {shown} | {source.train} |"
         )
     return "\n".join(lines) + "\n"
 

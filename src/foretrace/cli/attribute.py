@@ -45,6 +45,8 @@ def show(
     expected = None if loaded_tokenizer is None else fingerprint(loaded_tokenizer.get_vocab())
     attribute = Attribute.load(file, tokenizer_fingerprint=expected)
     describe(attribute, loaded_tokenizer, tokens)
+    if attribute.report is None:
+        typer.echo("No verdict: `foretrace calibrate` measures what it changes in an LM's texts.")
     if plot is not None:
         draw(attribute.config, plot)
 

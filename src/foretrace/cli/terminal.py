@@ -56,11 +56,19 @@ class ProgressBars:
     def update(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         """Set the progress of a stage, and add its bar at the first call."""
         if stage not in self._task_ids:
+            self._announce(f"{stage}: {total:,} {unit}")
             # Add the task at zero, so that the rate leaves out what an earlier run completed.
             self._task_ids[stage] = self._progress.add_task(stage, total=total, rate="", note="")
         task = self._progress.tasks[self._task_ids[stage]]
         rate = f"{task.speed:,.3g} {unit}/s" if task.speed else unit
         self._progress.update(task.id, completed=done, total=total, rate=rate, note=note)
+
+    def _announce(self, line: str) -> None:
+        """Print a line where bars would appear only at the end: in a pipe or a log."""
+        console = self._progress.console
+        if not (console.is_terminal or self._progress.disable):
+            console.print(line, highlight=False)
+            console.file.flush()
 
     def __enter__(self) -> Self:
         self._progress.start()
