@@ -30,7 +30,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from descriptions import DESCRIPTIONS, JUDGE_TEXTS, REVIEW_TEXTS, REVIEWS, Description
+from descriptions import DESCRIPTIONS, JUDGE_TEXTS, REVIEW_TEXTS, Description
 from foretrace import HMM, Attribute, Compiler, FitConfig, Goal, _io
 from foretrace._hardware import default_dtype
 from foretrace._tabular import read_rows
@@ -320,10 +320,10 @@ class SecondLM:
             labels = [row["side"] for row in rows]
             judge = LinearJudge.train([row["text"] for row in rows], labels, encoder=encoder)
             return {"judge": judge.scorer("for")}
-        rows = read_rows(self.data / REVIEW_TEXTS, ["text", REVIEWS["label"]])
-        labels = [str(row[REVIEWS["label"]]) for row in rows]
+        rows = read_rows(self.data / REVIEW_TEXTS, ["text", "positive"])
+        labels = [str(row["positive"]) for row in rows]
         judge = LinearJudge.train([row["text"] for row in rows], labels, encoder=encoder)
-        return {"judge": judge.scorer(REVIEWS["judged"]), "VADER": vader}
+        return {"judge": judge.scorer("1"), "VADER": vader}
 
 
 def vader(texts: Sequence[str]) -> list[float]:

@@ -86,9 +86,11 @@ def dequantise(file: Path, folder: Path, dtype: "torch.dtype") -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         complete = Path(scratch) / folder.name
-        source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        AutoTokenizer.from_pretrained(**source).save_pretrained(complete)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(complete)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
         # transformers does not save a quantised model: write its tensors and its config.
         tensors = model.state_dict()
         if model.config.tie_word_embeddings:

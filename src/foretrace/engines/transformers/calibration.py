@@ -11,8 +11,7 @@ from torch import Tensor
 from foretrace.attribute import Attribute
 from foretrace.context import Probe
 from foretrace.engines.prompts import Goals, common_hmm
-from foretrace.engines.transformers.batch import LMBatch, cut_at_end
-from foretrace.engines.transformers.sampler import TOP_K
+from foretrace.engines.transformers.batch import TOP_K, LMBatch, cut_at_end
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, START, find_strength

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.prompts import Goals
-from foretrace.engines.transformers.batch import LMBatch, cut_at_end, pad_left
+from foretrace.engines.transformers.batch import TOP_K, LMBatch, cut_at_end, pad_left
 from foretrace.engines.transformers.processor import SteeringProcessor
 from foretrace.steering.price import prices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TOP_K = 1024  # the nucleus is almost always among so many tokens
 
 
 class Drawn(NamedTuple):
