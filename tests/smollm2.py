@@ -100,6 +100,7 @@ def dequantise(file: Path, folder: Path, dtype: "torch.dtype") -> Path:
         settings = model.config.to_dict()
         settings.pop("quantization_config", None)
         config = type(model.config)(**{**settings, "dtype": dtype})
+        config.architectures = [type(model).__name__]
         config.save_pretrained(complete)
         model.generation_config.save_pretrained(complete)
         complete.rename(folder)
