@@ -181,7 +181,7 @@ class GGUFTokenizer:
 
         def encode(one: str) -> list[int]:
             known = not split_special_tokens
-            return self.llm.tokenize(one.encode(), add_bos=add_special_tokens, special=known)
+            return list(self.llm.tokenize(one.encode(), add_bos=add_special_tokens, special=known))
 
         ids = encode(text) if isinstance(text, str) else [encode(one) for one in text]
         return Encoding(input_ids=ids)

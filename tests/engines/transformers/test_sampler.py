@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.engines.transformers.sampler import TOP_K, Sampler, draw_nucleus
+from foretrace.engines.transformers.batch import TOP_K
+from foretrace.engines.transformers.sampler import Sampler, draw_nucleus
 from foretrace.hmm import HMM
 from foretrace.steering import CompiledGoal
 from goals import plain_goal
