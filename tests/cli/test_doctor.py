@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 
@@ -95,3 +96,11 @@ def test_other_torch_processes_are_counted(
         other.stdout.readline()
         assert re.search(r"- advice: \d+ other process.* torch", report(capsys, as_json=False))
         other.kill()
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(doctor, "CLUSTER_SECONDS", 4)
+        assert "does not answer within 4 s" in doctor._cluster()

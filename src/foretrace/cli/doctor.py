@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ EPILOG = "Example: foretrace doctor"
 EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
 TOLERANCE = 1e-9
 FEW_CORES = 4
+CLUSTER_SCRIPT = "from foretrace.distill.ray_executor import connect; print(*connect('ray'))"
+CLUSTER_SECONDS = 20  # a cluster that runs answers within five
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,31 @@ def _devices() -> list[str]:
 
 
 def _cluster() -> str:
-    """Describe the Ray cluster that `--on ray` would use, without starting one."""
+    """Describe the Ray cluster that `--on ray` would use, without starting one.
+
+    Another process asks, because Ray waits for minutes for a cluster that was killed.
+    """
     if _version("ray") is None:
         return "Ray is not installed; one machine does not need it"
-    os.environ.setdefault("RAY_ADDRESS", "auto")
-    from foretrace.distill.ray_executor import connect
-    from foretrace.errors import InvalidInputError
-
+    environment = {"RAY_ADDRESS": "auto", **os.environ}
     try:
-        size = connect("ray")
-    except InvalidInputError:
+        done = subprocess.run(
+            [sys.executable, "-c", CLUSTER_SCRIPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=CLUSTER_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"the Ray cluster does not answer within {CLUSTER_SECONDS} s. If it was killed, "
+            f"`ray stop` removes what is left of it"
+        )
+    except subprocess.CalledProcessError:
         return "no Ray cluster is running; one machine does not need it"
-    return f"Ray: {size.nodes} nodes with {size.cpus} CPUs and {size.gpus} GPUs"
+    nodes, cpus, gpus = done.stdout.split()[-3:]
+    return f"Ray: {nodes} nodes with {cpus} CPUs and {gpus} GPUs"
 
 
 def _dtypes() -> dict[str, str]:
