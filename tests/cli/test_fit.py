@@ -97,7 +97,8 @@ def test_evidence_is_fitted_and_shown_without_kept_words(
     header = next(index for index, line in enumerate(lines) if "against" in line)
     assert "'w7'" in lines[header + 1]
     assert "+" in lines[header + 1]
-    assert len(lines) == header + 4
+    assert lines[header + 4].startswith("No verdict: `foretrace calibrate`")
+    assert len(lines) == header + 5
     assert "tokens with reward" in shown
     context = ContextReward(torch.ones(2, 5), torch.ones(2, 4), "sha256:0123456789abcdef")
     attribute.with_context(context).save(out)
