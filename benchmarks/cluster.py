@@ -26,6 +26,7 @@ from foretrace.distill.executor import Load, LocalExecutor, Produce
 from foretrace.distill.ray_executor import RayExecutor
 
 LENGTH = 32
+ROWS = 448  # a shard takes a worker with one core about a minute
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def main() -> None:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             print(f"{shards:,} shards: {float(done.stdout.splitlines()[-1]):.0f} MB")
     else:
-        rows, shards, rounds = (16, 4, 1) if arguments.quick else (1024, 6, 2)
+        rows, shards, rounds = (16, 4, 1) if arguments.quick else (ROWS, 4, 2)
         print(f"{available_cores()} cores, {rows} rows of {LENGTH} tokens per shard")
         for _ in range(rounds):
             ray, bare = measure(arguments.model, rows, shards)

@@ -1,10 +1,10 @@
 """Measure where required words come in texts, and how natural they are there.
 
-Each of five words is required in 40 tokens after 30 prompts, with an HMM: brought forward, exactly,
-and at the end of bare texts. Perplexity is under the bare LM: of the whole text, and of the
-generated part of the sentence that holds the word. The LM is SmolLM2-135M in bfloat16. The
-environment variable FORETRACE_DATA names the folder of data with the prompts, and without it, the
-prompts are openings that the LM writes. --quick continues eight prompts.
+Each of five words is required in 40 tokens after 100 prompts, with an HMM: brought forward,
+exactly, and at the end of bare texts. Perplexity is under the bare LM: of the whole text, and of
+the generated part of the sentence that holds the word. The LM is SmolLM2-135M. The environment
+variable FORETRACE_DATA names the folder of data with the prompts, and without it, the prompts are
+openings that the LM writes. --quick continues eight prompts.
 """
 
 import os
@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foretrace as ft
+from foretrace._hardware import default_dtype
 from foretrace._tabular import read_rows
 from foretrace.engines.prompts import encode_prompts, start_ids
 from foretrace.engines.transformers.calibration import SteeredRuns, write_openings
@@ -51,9 +51,9 @@ def main() -> None:
     report = Report(f"required words in {LENGTH} tokens of SmolLM2-135M, top-p 0.9")
     source = find_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(source)
-    lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    lm = AutoModelForCausalLM.from_pretrained(source, dtype=default_dtype("cpu")).eval()
     hmm = ft.HMM.from_pretrained(EXAMPLES / "smollm2-135m")
-    prompts = read_prompts(tokenizer, lm, hmm, 8 if args.quick else 30)
+    prompts = read_prompts(tokenizer, lm, hmm, 8 if args.quick else 100)
     runs = SteeredRuns(lm, prompts, ends=END, copies=1, max_new_tokens=LENGTH, top_p=0.9)
     bare = [row.tokens for row in runs.draw(None)]
     losses = [loss for row in token_losses(lm, prompts, bare) for loss in row]

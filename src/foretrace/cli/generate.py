@@ -120,6 +120,7 @@ def generate(
     if "" in texts:
         typer.echo("A prompt is empty: its continuation begins a new text.", err=True)
     settings = goal_options.check_settings(strength, level, transform, neutral_end, len(goal or []))
+    goal_options.check_goals(attributes, goal or [])
     lm = goals = loaded_hmm = None
     build_probe: goal_options.BuildProbe
     if is_gguf(model):
@@ -223,7 +224,7 @@ def _results(generator: Generator, generation: Generation) -> list[str]:
         results.append(f"price {generation.price:.3f} nats per token")
     if generator.goals is not None and generation.probability:
         for one, value in zip(generator.goals.attributes, generation.probability, strict=True):
-            results.append(f"probability of {one.name} {value:.3f}")
+            results.append(f"probability of {one.name} {value:.3f} (by the attribute itself)")
     return results
 
 

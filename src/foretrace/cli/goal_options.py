@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
+    from foretrace.attribute import Attribute, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
     from foretrace.context import Probe
     from foretrace.hmm import HMM
@@ -330,7 +330,7 @@ def load_goals(
     window: str | None = None,
 ) -> LoadedGoals:
     """Build the goals of expressions and constraints. A window of digits is a number of tokens."""
-    from foretrace.attribute import AttributeStore, parse
+    from foretrace.attribute import AttributeStore
     from foretrace.engines.token_bytes import TokenBytes
     from foretrace.steering import Compiler, Goal
     from foretrace.steering.goal_text import describe_goals
@@ -348,8 +348,7 @@ def load_goals(
     if window is not None:
         is_count = window.isascii() and window.isdigit()
         options["window"] = int(window) if is_count else token_bytes(tokenizer).marker(window)
-    parsed = [parse(text) for text in expressions]
-    _require_attributes(store, parsed)
+    parsed = check_goals(folder, expressions)
     texts: dict[str, Any] = {
         "must_contain": must_contain or (),
         "must_not_contain": must_not_contain or (),
@@ -389,15 +388,25 @@ def load_goals(
     return LoadedGoals(whole, separate, compiler, attributes)
 
 
-def _require_attributes(store: "AttributeStore", expressions: "Sequence[Expression]") -> None:
-    """Raise if expressions name attributes, and the folder has none."""
+def check_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]":
+    """Parse expressions, and check that the folder has their attributes.
+
+    Commands call this before they load the LM, so that a misspelt name is an error at once.
+    """
+    from foretrace.attribute import AttributeStore, parse
+    from foretrace.attribute.expression import unknown_names
     from foretrace.errors import InvalidInputError
 
-    if any(expression.names for expression in expressions) and not any(True for _ in store):
+    parsed = [parse(text) for text in expressions]
+    names = dict.fromkeys(name for expression in parsed for name in expression.names)
+    known = set(AttributeStore(folder)) if names else set()
+    if names and not known:
         raise InvalidInputError(
-            f"There are no attributes in {store.folder.resolve()}. Say where they are, with "
-            f"--attributes."
+            f"There are no attributes in {folder.resolve()}. Say where they are, with --attributes."
         )
+    if missing := [name for name in names if name not in known]:
+        raise unknown_names(missing, known)
+    return parsed
 
 
 def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:

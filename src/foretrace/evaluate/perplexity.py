@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.transformers.batch import model_inputs, pad_left
-from foretrace.engines.transformers.sampler import token_nats
+from foretrace.engines.transformers.nucleus import token_nats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

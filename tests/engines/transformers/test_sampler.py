@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, TopPLogitsWarper
 
 from foretrace.attribute import Attribute
 from foretrace.engines.transformers import SteeringProcessor
-from foretrace.engines.transformers.batch import TOP_K
-from foretrace.engines.transformers.sampler import Sampler, draw_nucleus
+from foretrace.engines.transformers.sampler import Sampler
 from foretrace.hmm import HMM
 from foretrace.steering import CompiledGoal
 from goals import plain_goal
@@ -74,19 +73,3 @@ def test_probabilities_are_those_of_what_was_drawn(
             assert each.bare_nats == pytest.approx(bare_nats, abs=1e-4)
             assert each.price == pytest.approx(price, abs=1e-5)
             assert (each.price > 0) == (mine is not None)
-
-
-def test_a_nucleus_is_exact_whether_it_is_small_or_large() -> None:
-    """Against transformers' own, which sorts: the same tokens can be drawn, equally often."""
-    torch.manual_seed(0)
-    size = 3 * TOP_K
-    sharp, flat = torch.randn(size) * 8, torch.randn(size) * 0.1
-    logits = torch.stack([sharp, flat])
-    kept = TopPLogitsWarper(TOP_P)(torch.zeros(2, 1), logits.clone()).log_softmax(-1)
-    assert int(kept[1].isfinite().sum()) > TOP_K
-    for _ in range(50):
-        tokens, nats = draw_nucleus(logits, TOP_P)
-        torch.testing.assert_close(nats, kept.gather(1, tokens[:, None])[:, 0])
-    many, _ = draw_nucleus(sharp.expand(4000, -1), TOP_P)
-    share = torch.bincount(many, minlength=size) / 4000
-    assert float((share - kept[0].exp()).abs().sum()) < 0.1

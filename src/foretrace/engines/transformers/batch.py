@@ -12,8 +12,6 @@ from transformers.cache_utils import DynamicLayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOP_K = 1024  # the nucleus of a row is almost always among so many tokens
-
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left; return their ids and their mask, (n, longest) each.

@@ -11,7 +11,8 @@ from torch import Tensor
 from foretrace.attribute import Attribute
 from foretrace.context import Probe
 from foretrace.engines.prompts import Goals, common_hmm
-from foretrace.engines.transformers.batch import TOP_K, LMBatch, cut_at_end
+from foretrace.engines.transformers.batch import LMBatch, cut_at_end
+from foretrace.engines.transformers.nucleus import draw_nucleus, token_nats
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead.levels import BUDGETS, START, find_strength
@@ -181,9 +182,8 @@ class SteeredRuns:
                 prices = steering.reweight_(logits, slots, measure=True)
                 assert prices is not None
                 sums[0] += prices.nats.to(device).masked_fill(has_ended, 0.0)
-            tokens = _draw(logits, generator, self.top_p)
-            nats = -rows.logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-            sums[1] += nats.masked_fill(has_ended, 0.0)
+            tokens = draw_nucleus(logits, self.top_p, generator).tokens
+            sums[1] += token_nats(rows.logits, tokens).masked_fill(has_ended, 0.0)
             has_ended |= torch.isin(tokens, ends)
             drawn.append(tokens)
             self.on_progress(stage, num_generated, self.max_new_tokens, "tokens")
@@ -266,38 +266,7 @@ def openings(
     generator = torch.Generator(rows.logits.device).manual_seed(seed)
     for remaining in reversed(range(length)):
         rows.logits[:, list(ends)] = -torch.inf
-        tokens = _draw(rows.logits, generator, top_p)
+        tokens = draw_nucleus(rows.logits, top_p, generator).tokens
         yield rows.logits, tokens
         if remaining:
             rows.append(tokens)
-
-
-def _draw(logits: Tensor, generator: torch.Generator, top_p: float) -> Tensor:
-    """Sample a token of the nucleus of each row: (n, V) -> (n,).
-
-    `multinomial` draws one random number for each token of the vocabulary, in its order. The same
-    numbers therefore choose the same token where two distributions are alike.
-    """
-    probability = logits.softmax(-1)
-    if top_p < 1:
-        least = _least_of_nucleus(probability, top_p)
-        probability = probability.masked_fill(probability < least, 0.0)
-    return torch.multinomial(probability, 1, generator=generator)[:, 0]
-
-
-def _least_of_nucleus(probability: Tensor, top_p: float) -> Tensor:
-    """Return the smallest probability in the nucleus of each row: (n, V) -> (n, 1).
-
-    Only rows whose nucleus has more than TOP_K tokens are sorted whole.
-    """
-    top = probability.topk(min(TOP_K, probability.shape[1])).values
-    least, wide = _least(top, top_p), top.sum(-1) < top_p
-    if bool(wide.any()):
-        least[wide] = _least(probability[wide].sort(-1, descending=True).values, top_p)
-    return least
-
-
-def _least(ordered: Tensor, top_p: float) -> Tensor:
-    """Return the last probability before which the mass is below `top_p`: (n, k) -> (n, 1)."""
-    before = ordered.cumsum(-1) - ordered
-    return ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)

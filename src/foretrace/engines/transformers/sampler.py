@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foretrace.engines.prompts import Goals
-from foretrace.engines.transformers.batch import TOP_K, LMBatch, cut_at_end, pad_left
+from foretrace.engines.transformers.batch import LMBatch, cut_at_end, pad_left
+from foretrace.engines.transformers.nucleus import draw_nucleus, token_nats
 from foretrace.engines.transformers.processor import SteeringProcessor
 from foretrace.steering.price import prices
 
@@ -108,52 +109,3 @@ class Sampler:
         return SteeringProcessor(
             goal, prompt_mask=mask, max_new_tokens=self.max_new_tokens, stop_ids=self.ends
         )
-
-
-def token_nats(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Compute the negative log-probability of tokens: (n, V) logits, (n,) ids -> (n,)."""
-    return logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0]
-
-
-def draw_nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Sample from the smallest set of the most probable tokens with probability `top_p`.
-
-    The result is exact: rows whose nucleus has more than TOP_K tokens are sorted whole.
-
-    Args:
-        logits: Logits of the next token, (rows, V).
-        top_p: Probability of the nucleus.
-
-    Returns:
-        Tokens (rows,) and their log-probabilities within the nucleus (rows,).
-
-    Example:
-        >>> from foretrace.engines.transformers.sampler import draw_nucleus
-        >>> tokens, nats = draw_nucleus(torch.tensor([[9.0, 0.0, 0.0]]), top_p=0.9)
-        >>> tokens.tolist(), nats.tolist()
-        ([0], [0.0])
-    """
-    total = logits.logsumexp(-1, keepdim=True)
-    if top_p >= 1:
-        chosen = torch.multinomial((logits - total).exp_(), 1)
-        return chosen[:, 0], (logits.gather(1, chosen) - total)[:, 0]
-    top, tokens = logits.topk(min(TOP_K, logits.shape[1]))
-    drawn = _draw_sorted(top, tokens, total, top_p)
-    wide = (top - total).exp().sum(-1) < top_p
-    if bool(wide.any()):
-        ordered, order = logits[wide].sort(descending=True)
-        redrawn = _draw_sorted(ordered, order, total[wide], top_p)
-        for result, corrected in zip(drawn, redrawn, strict=True):
-            result[wide] = corrected
-    return drawn
-
-
-def _draw_sorted(
-    ordered: Tensor, tokens: Tensor, total: Tensor, top_p: float
-) -> tuple[Tensor, Tensor]:
-    """Sample from logits in descending order while the mass before a token is below `top_p`."""
-    probability = (ordered - total).exp()
-    before = probability.cumsum(-1) - probability
-    nucleus = ordered.masked_fill(before >= top_p, -torch.inf).log_softmax(-1)
-    chosen = torch.multinomial(nucleus.exp(), 1)
-    return tokens.gather(1, chosen)[:, 0], nucleus.gather(1, chosen)[:, 0]
