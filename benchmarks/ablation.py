@@ -88,10 +88,9 @@ class Bench:
         self.data = Path(os.environ["FORETRACE_DATA"])
         self.maker = make["Maker"](self.data, str(find_smollm2()), self.hmm)
         self.model, self.tokenizer = self.maker.model, self.maker.tokenizer
-        self.num_prompts, self.copies = (4, 2) if quick else (100, COPIES)
-        self.num_calibrated, self.num_states = (4, 2_000) if quick else (64, NUM_STATES)
-        self.num_samples = 100 if quick else 3000
-        self.most_texts = 400 if quick else None
+        self.num_prompts, self.copies = (2, 2) if quick else (100, COPIES)
+        self.num_calibrated, self.num_states = (4, 1_000) if quick else (64, NUM_STATES)
+        self.most_texts, self.quick = 300 if quick else None, quick
 
     @cached_property
     def probe(self) -> Probe:
@@ -102,7 +101,7 @@ class Bench:
     def samples(self) -> TeachingSamples:
         """Texts of the LM, which rewards are fitted to."""
         file, prompts = self.folder / "samples.jsonl", self.maker.prompts[FIRST_SAMPLED:]
-        options = {"prompts": prompts, "ends": END, "count": self.num_samples}
+        options = {"prompts": prompts, "ends": END}
         return TeachingSamples.draw(self.model, self.tokenizer, file, **options)
 
     @cached_property
@@ -126,17 +125,21 @@ class Bench:
         )
 
     def forms(self, name: str) -> dict[str, Form]:
-        """Fit all forms of an attribute."""
-        source = self.sources[name]
+        """Fit all forms of an attribute; in a quick run few, of which one is from `examples/`."""
+        source = replace(self.sources[name], keep=False)
         texts, scores = self.maker.read(source.train, source)
         texts, scores = texts[: self.most_texts], scores[: self.most_texts]
         teacher = fit_teacher(self.model, self.tokenizer, texts, scores)
         assert teacher is not None
-        settings, plain = self.maker.lm_settings, replace(source, keep=False)
-        words = self.maker.fit(name, plain)
-        shared = self.maker.fit(name, plain, **settings)
-        samples = self.samples.scored(teacher)
-        shipped = self.maker.fit(name, plain, samples=samples, **settings)
+        words = self.maker.fit(name, source)
+        if self.quick:
+            shipped = shipped_attribute(name)
+            reward = self.context(teacher, shipped)
+            context = Form(shipped.with_context(reward))
+            return {"words": Form(words), SHIPPED: Form(shipped), "samples + context": context}
+        settings = self.maker.lm_settings
+        shared = self.maker.fit(name, source, **settings)
+        shipped = self.maker.fit(name, source, samples=self.samples.scored(teacher), **settings)
         reward = self.context(teacher, shipped)
         alone = Attribute.from_rewards([0.0] * self.probe.vocab_size, name=name)
         return {
@@ -183,10 +186,6 @@ class Bench:
         if quick:
             name = SUITES[suite.name]
             plans = {name: JudgePlan(("mean",), attribute=name)}
-        store = {
-            name: Attribute.load(EXAMPLES / "attributes" / f"{name}.safetensors")
-            for name in SUITES.values()
-        }
         return [
             Judge(
                 Scorer(
@@ -199,12 +198,17 @@ class Bench:
                     "cpu",
                     rows,
                     self.tokenizer,
-                    lambda expression, row: store[expression],
+                    lambda expression, row: shipped_attribute(expression),
                 ),
                 plan.figures,
             )
             for name, plan in plans.items()
         ]
+
+
+def shipped_attribute(name: str) -> Attribute:
+    """Load an attribute of `examples/`."""
+    return Attribute.load(EXAMPLES / "attributes" / f"{name}.safetensors")
 
 
 def measure(report: Report, bench: Bench, name: str, quick: bool) -> None:

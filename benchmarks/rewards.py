@@ -2,15 +2,18 @@
 
 Every attribute of `examples/attributes` is fitted again to words alone, without the LM's token
 frequencies, embeddings and samples. Both are calibrated on the same prompts, and continue other
-prompts from the same random numbers. A classifier of whole texts, fitted to the half of the texts
-that taught no rewards, judges. The environment variable FORETRACE_DATA names the folder of data.
-Intervals are by resampling prompts. --quick compares one attribute on few prompts.
+prompts from the same random numbers. A linear judge on TF-IDF and embeddings scores their texts: it
+was trained on the texts that the attribute was tested on, or where there are none, on those that it
+was fitted to. The environment variable FORETRACE_DATA names the folder of data, and
+FORETRACE_ENCODER the sentence encoder of the judge. Intervals are by resampling prompts. --quick
+compares one attribute on few prompts.
 
-The suites in `benchmarks/rewards` compare the same rewards with judges that were trained on other
-data, and with none and all of the lookahead.
+`ablation.py` takes the rewards apart, with judges that were trained on other data.
+`rewards-roles.yaml` compares them on characters.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -22,10 +25,9 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from foretrace import HMM, Attribute, AttributeStore, Compiler, Goal
-from foretrace.engines.prompts import encode_prompts
-from foretrace.engines.transformers.calibration import SteeredRuns, calibrate
-from foretrace.engines.transformers.judged_runs import JudgedTexts, TextReader
-from foretrace.engines.transformers.samples import Classifiers
+from foretrace.engines.prompts import decode_after, encode_prompts
+from foretrace.engines.transformers.calibration import Continuation, SteeredRuns, calibrate
+from foretrace.evaluate.linear_judge import LinearJudge
 from foretrace.lookahead.levels import BUDGETS
 from harness import Report, options
 from price import END, EXAMPLES
@@ -33,16 +35,24 @@ from smollm2 import find_smollm2
 
 Floats = NDArray[np.float64]
 FIRST_PROMPT = 2000  # the samples and the calibration of the attributes use those before it
-COPIES, NUM_TOKENS, RESAMPLES = 4, 24, 2000
+COPIES, NUM_TOKENS, RESAMPLES = 2, 24, 2000
 LEVELS = ("medium", "strong")
+
+
+class Judged(NamedTuple):
+    """The judge's scores of texts, and means over all their tokens."""
+
+    probabilities: Floats
+    price: float
+    nats: float
 
 
 class Comparison(NamedTuple):
     """The texts of two attributes at the same levels, and those of the bare LM."""
 
-    bare: JudgedTexts
-    words: dict[str, JudgedTexts]
-    shipped: dict[str, JudgedTexts]
+    bare: Judged
+    words: dict[str, Judged]
+    shipped: dict[str, Judged]
 
 
 class Bench:
@@ -55,7 +65,6 @@ class Bench:
         self.maker = self.make["Maker"](Path(os.environ["FORETRACE_DATA"]), str(lm), hmm)
         self.tokenizer = AutoTokenizer.from_pretrained(lm)
         self.num_prompts, self.num_calibrated = (2, 4) if quick else (64, 32)
-        self.most_texts = 200 if quick else None
         self.store = AttributeStore(EXAMPLES / "attributes")
 
     def runs(self, first: int, count: int, copies: int, top_p: float) -> SteeredRuns:
@@ -71,23 +80,29 @@ class Bench:
             seed=first,
         )
 
-    def compare(self, name: str) -> Comparison | None:
-        """Steer toward an attribute and toward its words; None without a judge to trust."""
+    def compare(self, name: str) -> Comparison:
+        """Steer toward an attribute and toward its words."""
         source = self.make["SOURCES"][name]
-        texts, scores = self.maker.read(source.train, source)
-        chosen = slice(None, self.most_texts)
-        judge = Classifiers.fit(
-            self.maker.model, self.tokenizer, texts[chosen], scores[chosen]
-        ).judge
-        if judge is None or not judge.is_trusted:
-            return None
+        texts, scores = self.maker.read(source.test or source.train, source)
+        labels = [str(score > 0.5) for score in scores]
+        encoder = os.environ.get("FORETRACE_ENCODER")
+        judge = LinearJudge.train(texts, labels, encoder=encoder).scorer("True")
         runs = self.runs(FIRST_PROMPT, self.num_prompts, COPIES, 0.9)
-        reader = TextReader(self.tokenizer, self.store[name], judge, runs)
+
+        def judged(drawn: Sequence[Continuation]) -> Judged:
+            written = [
+                decode_after(self.tokenizer, prompt, row.tokens)
+                for prompt, row in zip(runs.prompts, drawn, strict=True)
+            ]
+            count = sum(len(row.tokens) for row in drawn)
+            price, nats = sum(row.price for row in drawn), sum(row.nats for row in drawn)
+            return Judged(np.array(judge(written)), price / count, nats / count)
+
         words, shipped = (
-            {level: reader.read(drawn) for level, drawn in self.steer(runs, attribute).items()}
+            {level: judged(drawn) for level, drawn in self.steer(runs, attribute).items()}
             for attribute in (self.maker.fit(name, source), self.store[name])
         )
-        return Comparison(reader.read(runs.draw(None, "bare")), words, shipped)
+        return Comparison(judged(runs.draw(None, "bare")), words, shipped)
 
     def steer(self, runs: SteeredRuns, attribute: Attribute) -> dict[str, Any]:
         """Calibrate an attribute, and continue the prompts at its levels."""
@@ -160,11 +175,7 @@ def main() -> None:
     args = options(__doc__)
     report, bench = Report("Ready-made attributes against words alone"), Bench(args.quick)
     for name in ["positive"] if args.quick else sorted(bench.store):
-        texts = bench.compare(name)
-        if texts is None:
-            report.add(f"{name}: judges that can be trusted", 0, "")
-        else:
-            add(report, name, texts)
+        add(report, name, bench.compare(name))
     report.publish(args.json)
 
 

@@ -161,7 +161,7 @@ def test_losses_are_known_where_the_lm_itself_continued_the_prompt(
 
 HOOKED = """
 prompts: {file: prompts.jsonl, text: prompt}
-continuations: 3
+continuations: 12
 max_new_tokens: 5
 attributes:
   five: {file: scored.jsonl, score: score, uses_lm: false}

@@ -8,7 +8,13 @@ pytest.importorskip("transformers")
 
 from transformers import TopPLogitsWarper
 
-from foretrace.engines.transformers.nucleus import TOP_K, draw_nucleus, log_totals, token_nats
+from foretrace.engines.transformers.nucleus import (
+    TOP_K,
+    TOP_K_OF_WIDE,
+    draw_nucleus,
+    log_totals,
+    token_nats,
+)
 
 TOP_P, MANY, SIZE = 0.9, 5_000, 3 * TOP_K
 
@@ -27,10 +33,13 @@ def some_logits() -> Tensor:
     return torch.stack([torch.randn(SIZE) * 8, torch.randn(SIZE) * 0.1])
 
 
-def test_a_nucleus_is_exact_whether_it_is_small_or_large(logits: Tensor) -> None:
+@pytest.mark.parametrize("size", [SIZE, 2 * TOP_K_OF_WIDE])
+def test_a_nucleus_is_exact_whether_it_is_small_or_large(size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.stack([torch.randn(size) * 8, torch.randn(size) * 0.1])
     kept = nucleus(logits, TOP_P)
-    assert int(kept[1].isfinite().sum()) > TOP_K
-    for _ in range(50):
+    assert int(kept[1].isfinite().sum()) > (TOP_K if size == SIZE else TOP_K_OF_WIDE)
+    for _ in range(20):
         drawn = draw_nucleus(logits, TOP_P)
         torch.testing.assert_close(
             drawn.log_probability, kept.gather(1, drawn.tokens[:, None])[:, 0]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foretrace.steering.price import CACHED_ELEMENTS, row_blocks
 
-TOP_K = 1024  # the nucleus of a row is almost always among so many tokens
+TOP_K = 1024  # the nucleus of most rows is among so many tokens
+TOP_K_OF_WIDE = 8192  # and that of most other rows among these
 _WORD = 0xFFFFFFFF  # 32 bits
 
 
@@ -34,8 +35,8 @@ def draw_nucleus(
 ) -> NextTokens:
     """Sample from the smallest set of the most probable tokens with probability `top_p`.
 
-    The result is exact: rows whose nucleus has more than TOP_K tokens are sorted whole. It takes
-    two random numbers of the generator per row, whatever the logits are.
+    The result is exact: rows whose nucleus has more than TOP_K tokens are sorted again, the widest
+    of them whole. It takes two random numbers of the generator per row, whatever the logits are.
 
     Args:
         logits: Logits of the next token, (n, V).
@@ -60,12 +61,16 @@ def draw_nucleus(
     if top_p >= 1:
         return _draw_all(logits, log_p, tokens, keys, total)
     drawn = _draw_sorted(log_p, tokens, keys, top_p)
-    wide = log_p.exp().sum(-1) < top_p
-    if bool(wide.any()):
-        ordered, order = logits[wide].sort(descending=True)
-        redrawn = _draw_sorted(ordered.float() - total[wide], order, keys[wide], top_p)
+    wide = (log_p.exp().sum(-1) < top_p).nonzero()[:, 0]
+    for size in (TOP_K_OF_WIDE, logits.shape[1]):
+        if not len(wide):
+            break
+        top, tokens = logits[wide].topk(min(size, logits.shape[1]))
+        log_p = top.float() - total[wide]
+        redrawn = _draw_sorted(log_p, tokens, keys[wide], top_p)
         for result, corrected in zip(drawn, redrawn, strict=True):
             result[wide] = corrected
+        wide = wide[log_p.exp().sum(-1) < top_p]
     return drawn
 
 
@@ -97,9 +102,10 @@ def token_nats(logits: Tensor, tokens: Tensor) -> Tensor:
 def _draw_sorted(log_p: Tensor, tokens: Tensor, keys: Tensor, top_p: float) -> NextTokens:
     """Draw one of tokens in descending order while the mass before it is below `top_p`."""
     probability = log_p.exp()
-    before = probability.cumsum(-1) - probability
-    nucleus = log_p.masked_fill(before >= top_p, -torch.inf).log_softmax(-1)
-    return _race(nucleus, tokens, keys)
+    outside = probability.cumsum(-1) - probability >= top_p
+    size = int((~outside).sum(-1).max()) if len(outside) else 0  # random numbers are expensive
+    nucleus = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
+    return _race(nucleus[:, :size], tokens[:, :size], keys)
 
 
 def _draw_all(
