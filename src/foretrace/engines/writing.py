@@ -15,7 +15,7 @@ from foretrace.chat import Prompt, is_chat
 from foretrace.chat_server import ChatServer
 from foretrace.errors import InvalidFileError, InvalidInputError
 
-BATCH = 80  # prompts
+BATCH = 160  # prompts
 MAX_NEW_TOKENS = 40
 TOP_P = 0.9
 OnProgress = Callable[[int, int], None]

@@ -63,10 +63,12 @@ def sample_texts(
         on_progress: Called with stage, done, total and unit.
 
     Returns:
-        The texts that are not blank.
+        The texts that are not blank, those of short prompts first.
     """
     prompts = list(prompts)[:count] or _openings(writer, -(-count // COPIES), seed)
     copies = -(-count // len(prompts))
+    # Prompts of one length need no padding, which the LM would read too.
+    prompts.sort(key=lambda prompt: len(str(prompt)))
     repeated = [prompt for prompt in prompts for _ in range(copies)]
     written = writing.write_texts(
         writer,
