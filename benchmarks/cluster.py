@@ -26,7 +26,7 @@ from foretrace.distill.executor import Load, LocalExecutor, Produce
 from foretrace.distill.ray_executor import RayExecutor
 
 LENGTH = 32
-ROWS = 448  # a shard takes a worker with one core about a minute
+ROWS = 224  # a shard takes a worker with one core about a minute
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Measures the paper's size (a GPT-2-large-shaped LM with random weights and an HM
 with 1% of its emission stored) and SmolLM2 with the HMM of `examples/`, also with a context reward
 of rank 16. For comparison, it measures a dense emission. With --quick, it measures only SmolLM2.
 Every step reweights the full vocabulary, so the sampling method makes no difference. Prompts have
-12 tokens; their filtering is included.
+12 tokens; their filtering is included. The time to the first token is that of a single step after a
+prompt of 512 tokens.
 """
 
 import sys
@@ -28,7 +29,7 @@ from inference import dense_hmm, sparse_emission
 from smollm2 import find_smollm2
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2-135m"
-PROMPT, HORIZON, ATTRIBUTE_TOKENS, RANK = 12, 64, 5000, 16
+PROMPT, LONG_PROMPT, HORIZON, ATTRIBUTE_TOKENS, RANK = 12, 512, 64, 5000, 16
 
 
 def main() -> None:
@@ -41,6 +42,8 @@ def main() -> None:
         _compare("SmolLM2, 1,024 states", smollm2, hmm, batch, arguments.quick, report, goal=1.08)
         name, context = "SmolLM2, 1,024 states, context reward", Probe.build(Head.of_model(smollm2))
         _compare(name, smollm2, hmm, batch, arguments.quick, report, goal=None, probe=context)
+    name = f"SmolLM2, 1,024 states, first token after {LONG_PROMPT}"
+    _compare(name, smollm2, hmm, 1, arguments.quick, report, goal=None, prompt=LONG_PROMPT, new=1)
     _table("1,024 states", hmm, report, goal=None)
     if not arguments.quick:
         config = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
@@ -108,13 +111,15 @@ def _compare(
     *,
     goal: float | None,
     probe: Probe | None = None,
+    prompt: int = PROMPT,
+    new: int | None = None,
 ) -> None:
     """Generate the same number of tokens with and without steering, alternating.
 
     With a probe, the goal has a context reward.
     """
-    new_tokens = 12 if quick else 20
-    ids = torch.randint(3, hmm.vocab_size, (batch, PROMPT))
+    new_tokens = new or (12 if quick else 20)
+    ids = torch.randint(3, hmm.vocab_size, (batch, prompt))
     mask = torch.ones_like(ids)
     context = None if probe is None else random_context(probe)
     target = compile_goal(hmm, random_attribute(hmm).with_context(context), probe=probe)

@@ -52,7 +52,7 @@ def main() -> None:
     lm = AutoModelForCausalLM.from_pretrained(source, dtype=default_dtype("cpu"))
     hmm = ft.HMM.from_pretrained(EXAMPLES / "smollm2-135m")
     store = ft.AttributeStore(EXAMPLES / "attributes")
-    prompts = held_out_prompts(tokenizer, lm, hmm, 16 if args.quick else 64)
+    prompts = held_out_prompts(tokenizer, lm, hmm, 16 if args.quick else 32)
     runs = calibration.SteeredRuns(lm, prompts, ends=END, max_new_tokens=8 if args.quick else 24)
     compiler = ft.Compiler(hmm, runs.max_new_tokens, exact=True)
     token_bytes = TokenBytes.of(tokenizer)

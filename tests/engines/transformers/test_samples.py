@@ -1,9 +1,12 @@
 """Samples of an LM, scored by a classifier, teach the rewards of an attribute."""
 
 import random
+from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -48,6 +51,32 @@ def test_an_interrupted_call_continues(model: PreTrainedModel, tmp_path: Path) -
     assert file.read_text().splitlines() == lines
     assert [list(ids) for ids in first.texts] == [list(ids) for ids in again.texts]
     assert max(map(len, again.texts)) == NUM_TOKENS
+    np.testing.assert_allclose(first.states, again.states, rtol=1e-5)
+
+
+def test_samples_are_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Their states are kept, and read again if the samples or the LM are others."""
+    stages: list[str] = []
+
+    def draw(lm: PreTrainedModel, count: int) -> TeachingSamples:
+        stages.clear()
+        return TeachingSamples.draw(
+            lm,
+            TOKENIZER,
+            tmp_path / "samples.jsonl",
+            count=count,
+            on_progress=lambda stage, *_: stages.append(stage),
+        )
+
+    first = draw(model, 8)
+    assert "read" in stages
+    again = draw(model, 8)
+    assert "read" not in stages
+    np.testing.assert_array_equal(first.states, again.states)
+    draw(model, 9)
+    assert "read" in stages
+    draw(deepcopy(model).to(torch.float64), 9)
+    assert "read" in stages
 
 
 def test_teacher_and_judge_have_no_text_in_common(

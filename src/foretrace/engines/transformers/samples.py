@@ -5,16 +5,23 @@ the language model chooses among, in the contexts of the prompts, and not only f
 user's texts.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from foretrace import _io
 from foretrace.attribute import tokenize
 from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.split import Split
 from foretrace.attribute.token_ids import Texts
 from foretrace.chat import Prompt
+from foretrace.context import Head
 from foretrace.engines import writing
 from foretrace.engines.prompts import decode_after, start_ids
 from foretrace.engines.transformers.calibration import OnStage, silent, write_openings
@@ -126,7 +133,8 @@ class TeachingSamples:
         Args:
             lm: A causal LM of transformers.
             tokenizer: Its tokenizer.
-            file: The file that keeps what is written, so that an interrupted call continues.
+            file: The file that keeps what is written, so that an interrupted call continues. A
+                file beside it keeps the states.
             prompts: Texts and chats to continue. By default, openings that the LM writes.
             ends: Tokens that end a text, besides the LM's own.
             count: The number of texts.
@@ -136,14 +144,36 @@ class TeachingSamples:
         writer = LMWriter(lm, tokenizer, f"{lm.name_or_path}, samples", ends, NUM_TOKENS, 1.0)
         drawn = sample_texts(writer, prompts, file, count=count, seed=seed, on_progress=on_progress)
         texts = [one.text for one in drawn]
-        states = mean_states(
-            lm, tokenizer, texts, lambda done, total: on_progress("read", done, total, "texts")
-        )
+        states = _kept_states(lm, tokenizer, texts, Path(file), on_progress)
         return cls(tokenize(texts, tokenizer, window=4 * NUM_TOKENS).token_ids, states)
 
     def scored(self, teacher: TextClassifier) -> tuple[Texts, list[float]]:
         """Return the texts with their scores, as `Attribute.fit` takes them."""
         return self.texts, teacher.score_states(self.states)
+
+
+def _kept_states(
+    lm: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str],
+    samples: Path,
+    on_progress: OnStage,
+) -> Floats:
+    """Compute the mean states of samples, unless the file beside them has the states."""
+    file = samples.with_suffix(".states")  # no name of an attribute
+    content = json.dumps([Head.of_model(lm).fingerprint, lm.name_or_path, str(lm.dtype), *texts])
+    key = hashlib.sha256(content.encode()).hexdigest()
+    if file.is_file():
+        tensors, metadata = _io.read_tensors(file)
+        if metadata.get("key") == key:
+            return tensors["states"].double().numpy()
+    states = torch.from_numpy(
+        mean_states(
+            lm, tokenizer, texts, lambda done, total: on_progress("read", done, total, "texts")
+        )
+    ).float()
+    _io.write_tensors(file, {"states": states}, {"key": key})
+    return states.double().numpy()
 
 
 class Classifiers(NamedTuple):
