@@ -14,7 +14,7 @@ samples         fitted to samples of the LM, too: what suites and `foretrace fit
 samples + context
                 and a reward that depends on the hidden state, at two weights
 context alone   without rewards of words
-no lookahead    weighs the next token alone, for words and for samples
+no lookahead    weighs the next token alone
 """
 
 import argparse
@@ -144,7 +144,6 @@ class Bench:
         alone = Attribute.from_rewards([0.0] * self.probe.vocab_size, name=name)
         return {
             "words": Form(words),
-            "words, no lookahead": Form(words, 0),
             "shared": Form(shared),
             SHIPPED: Form(shipped),
             "samples, no lookahead": Form(shipped, 0),

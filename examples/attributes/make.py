@@ -161,10 +161,11 @@ def table(store: AttributeStore, tokenizer: Any) -> str:
     for name, source in SOURCES.items():
         attribute = store[name]
         fit, levels = attribute.config.fit, attribute.config.levels
+        without = float(attribute.probability([[]])[0])
         tokens = [
             tokenizer.decode([effect.token]).strip()
-            for effect in attribute.top_tokens(80)
-            if effect.probability > 0.5
+            for effect in attribute.top_tokens(4000)
+            if effect.probability > without  # the others speak against the attribute
         ]
         words = [word for word in dict.fromkeys(tokens) if re.fullmatch(r"[a-z]{4,}", word)]
         shown = "(insults)" if name == "nontoxic" else ", ".join(words[:6])

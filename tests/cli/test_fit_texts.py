@@ -78,6 +78,7 @@ def test_samples_of_the_lm_are_scored(run: Run, tiny_lm: Path, scorer: str, tmp_
             assert {row["prompt"] for row in samples} == {"w1 w2", "w3"}
         strongest = Attribute.load(out).top_tokens(1)
         assert not strongest or strongest[0].token == WORDS.index("w7")
+    assert not (tmp_path / ".samples.jsonl").exists()  # there are no samples beside the texts
 
 
 @pytest.mark.parametrize("with_hmm", [False, True])

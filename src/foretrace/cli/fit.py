@@ -105,6 +105,7 @@ def fit(
     teaching = Teaching()
     if models.lm is not None:
         teachable = objective in (Objective.auto, Objective.evidence) and terms == 1
+        teachable = teachable and not texts.are_samples
         # In one file for all attributes of the folder: samples depend on the LM and the prompts.
         file = out.with_name(".samples.jsonl") if teachable else None
         teaching = models.teach(texts.column("text"), scores, prompt_texts, file, seed)

@@ -29,6 +29,11 @@ class FitTexts:
     instruction_words: list[str] = field(default_factory=list)
     """Words of the instructions by which the texts were written."""
 
+    @property
+    def are_samples(self) -> bool:
+        """Whether the LM has sampled the texts, so that more samples would teach nothing else."""
+        return "samples" in self.source
+
     def column(self, name: str) -> list[Any]:
         """Return the values of a column."""
         return [row[name] for row in self.rows]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -75,7 +74,7 @@ def test_samples_are_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
     np.testing.assert_array_equal(first.states, again.states)
     draw(model, 9)
     assert "read" in stages
-    draw(deepcopy(model).to(torch.float64), 9)
+    draw(deepcopy(model).double(), 9)
     assert "read" in stages
 
 
