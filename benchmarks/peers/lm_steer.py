@@ -5,7 +5,8 @@ state h + epsilon W^T h. W has a low rank.
 
 Differences from the paper: W begins at zero, where the paper draws both factors at random and
 trains with a small epsilon. The epsilon of the training is 1 here, so that 1 is the strength that
-was trained. W is trained for one epoch on as many texts as control vectors have.
+was trained. W is trained for one epoch on as many texts as control vectors have. The authors' code
+has a rank of 1,000, and reads 320,000 texts in 10,000 steps.
 """
 
 from collections.abc import Callable, Iterator

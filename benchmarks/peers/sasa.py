@@ -10,7 +10,9 @@ Differences from the paper: only the most likely tokens of the LM's nucleus are 
 most `candidates` of them, because each has to be read. Other tokens get the mean margin of the
 candidates, by probability, so that they are not excluded. All candidates of a text are read in one
 pass: each sees the text and itself. The covariance has a small ridge. Margins are divided by their
-standard deviation on the texts of the fit, so that beta means the same for every attribute.
+standard deviation on the texts of the fit, so that beta means the same for every attribute. The
+authors' implementation in AISteer360 adds beta times the softmax of the candidates' margins, which
+is at most beta; here the margins themselves are added, as in the formula of the paper.
 """
 
 from pathlib import Path
