@@ -293,12 +293,14 @@ def test_terms_that_are_not_a_probability_are_refused(
         *itertools.product(["name"], [7, None, ["a"], "\ud800"]),
         *itertools.product(["tokenizer_fingerprint"], [7, {}]),
         *itertools.product(["fit"], [[], "text", None]),
+        *itertools.product(["levels", "negation_levels"], [[], {"mild": 0.0}, {"mild": "1"}]),
         ("format_version", 5),
     ],
 )
 def test_invalid_values_in_the_header_are_refused(tmp_path: Path, key: str, value: object) -> None:
     write_file(tmp_path / "file", header={key: value})
-    with pytest.raises(InvalidFileError, match=f"file.*{key.replace('_', '.')}"):
+    named = key.removeprefix("negation_").replace("_", ".")
+    with pytest.raises(InvalidFileError, match=f"file.*{named}"):
         Attribute.load(tmp_path / "file")
 
 

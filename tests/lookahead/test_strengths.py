@@ -98,7 +98,7 @@ def test_a_calibrated_attribute_has_the_strength_of_its_level(
     found = strengths(hmm, attribute)
     pairs = zip(found, expected, strict=True)
     assert all(name in (None, actual) for actual, name in pairs)
-    assert not caplog.messages
+    assert len(caplog.messages) == attribute.name.count("~kind")  # it was not measured
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -126,7 +126,21 @@ def test_a_composition_costs_as_much_as_one_of_its_parts(
     prices = HMMPrices(hmm)
     expected = fmean(prices.price(part, part.config.levels[level]) for part in parts)
     assert prices.price(merged) == pytest.approx(expected, rel=2 * TOLERANCE)
+    negated = [one for one in (KIND, CALM) if f"~{one.name}" in attribute.name]
+    assert len(caplog.messages) == len(negated)
+    assert all("was not measured, and may miss its budget" in one for one in caplog.messages)
+
+
+def test_a_calibrated_negation_has_its_own_strength(
+    hmm: HMM, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(kind.config, negation_levels={"medium": 0.2})
+    measured = replace(kind, config=config)
+    assert strengths(hmm, ~measured) == ["~kind ** 0.2"]
+    assert strengths(hmm, ~~measured) == ["kind ** 0.6"]
     assert not caplog.messages
+    assert strengths(hmm, ~measured, "mild") != ["~kind ** 0.3"]
+    assert "'~kind' at 'mild' was not measured" in caplog.messages[0]
 
 
 def test_the_hmm_does_not_price_context_rewards(hmm: HMM) -> None:

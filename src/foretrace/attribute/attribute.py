@@ -429,7 +429,8 @@ class Attribute:
         """
         measured = ("calibration", "report")
         fit = {name: value for name, value in self.config.fit.items() if name not in measured}
-        return replace(self, config=replace(self.config, fit=fit, levels={}), context=context)
+        config = replace(self.config, fit=fit, levels={}, negation_levels={})
+        return replace(self, config=config, context=context)
 
     @property
     def _stored(self) -> storage.Stored:
@@ -488,8 +489,7 @@ class Attribute:
                 f"{self.name} is a conjunction with rewards, and its negation is no sum of "
                 f"products. Negate single attributes: ~a & ~b."
             )
-        config = replace(self.config, name=f"~{self.name}", fit={}, levels={})
-        negation = Attribute(terms, config, evidence, context)
+        negation = Attribute(terms, self.config.negated(), evidence, context)
         for one, other in ((self, negation), (negation, self)):
             object.__setattr__(one, "_negation", other)  # a cache: no value changes
         return negation
@@ -556,7 +556,13 @@ class Attribute:
                 f"than 1: only powers of a single product are exact. Fit it as evidence, or leave "
                 f"strength and level out."
             )
-        config = replace(self.config, name=f"{self.name} ** {exponent:g}", fit={}, levels={})
+        config = replace(
+            self.config,
+            name=f"{self.name} ** {exponent:g}",
+            fit={},
+            levels={},
+            negation_levels={},
+        )
         evidence = tuple(one.scaled(exponent) for one in self.evidence)
         context = None if self.context is None else self.context.scaled(exponent)
         return Attribute(self.terms.power(exponent), config, evidence, context)

@@ -1,7 +1,7 @@
 """The config of an attribute: everything that its file holds besides the terms."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import index
 from typing import Any
@@ -23,6 +23,8 @@ class AttributeConfig:
             if the attribute was not fitted.
         levels: The strength of each level, such as {"mild": 2.0, "medium": 5.0}, as
             `foretrace calibrate` finds them. Empty if the attribute was not calibrated.
+        negation_levels: The same for the negation of the attribute. To write a rare word costs
+            more than to avoid it, so that the strengths differ.
 
     Example:
         >>> from foretrace.attribute import AttributeConfig
@@ -35,6 +37,7 @@ class AttributeConfig:
     tokenizer_fingerprint: str | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
+    negation_levels: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_text("name", self.name)
@@ -46,7 +49,18 @@ class AttributeConfig:
             raise InvalidInputError(
                 f"`fit` must be a dictionary of JSON values, not {type(self.fit).__name__}."
             )
-        _require_levels(self.levels)
+        for levels in (self.levels, self.negation_levels):
+            _require_levels(levels)
+
+    def negated(self) -> "AttributeConfig":
+        """Return the config of the negation."""
+        return replace(
+            self,
+            name=f"~{self.name}",
+            fit={},
+            levels=self.negation_levels,
+            negation_levels=self.levels,
+        )
 
     def combined(self, operator: str, other: "AttributeConfig") -> "AttributeConfig":
         """Return the config of `self operator other`; refuse different vocabularies."""

@@ -83,7 +83,7 @@ class LevelStrengths:
                 return opposite.config.levels[level]
             other = opposite ** opposite.config.levels[level]
             return self._remembered(
-                ["~", other.checksum], lambda: self._matched(attribute, [other])
+                ["~", other.checksum], lambda: self._negated(attribute, other, level)
             )
         return self._remembered(
             [level, attribute.checksum], lambda: self._uncalibrated(attribute, level)
@@ -93,6 +93,17 @@ class LevelStrengths:
         """Return the strength at which an attribute costs the mean of others, by the HMM."""
         prices = HMMPrices(self.hmm)
         return prices.strength(attribute, fmean(prices.price(one) for one in others))
+
+    def _negated(self, attribute: Attribute, opposite: Attribute, level: str) -> float:
+        strength = self._matched(attribute, [opposite])
+        logger.warning(
+            "The price of '%s' at '%s' was not measured, and may miss its budget by half: the HMM "
+            "alone compared it with that of its negation. `foretrace calibrate` measures both.",
+            attribute.name,
+            level,
+            extra={"attribute": attribute.name},
+        )
+        return strength
 
     def _uncalibrated(self, attribute: Attribute, level: str) -> float:
         _require_level(level)

@@ -52,7 +52,15 @@ def test_levels_and_report_by_an_independent_judge(
         source={"model": "tiny"},
         on_progress=on_progress,
     )
-    assert measured.config.fit["calibration"]["model"] == "tiny"
+    calibration = measured.config.fit["calibration"]
+    assert calibration["model"] == "tiny"
+    reached = {
+        name: level["strength"]
+        for name, level in calibration["negation_levels"].items()
+        if level["price"] == pytest.approx(level["budget"], rel=0.25)
+    }
+    assert (~measured).config.levels == reached
+    assert len(reached) >= 2
     report = measured.report
     assert report is not None
     assert report.independent

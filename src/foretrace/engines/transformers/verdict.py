@@ -11,6 +11,7 @@ from foretrace.chat import Prompt
 from foretrace.context import Probe
 from foretrace.engines.transformers.calibration import (
     NUM_ROWS,
+    CalibratedLevel,
     OnStage,
     SteeredRuns,
     calibrate,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 REPORT_ROWS = 2 * NUM_ROWS  # sequences of a run for the report
 NUM_PAIRS = 3  # of texts to read
+MOST_DEVIATION = 0.25  # of a measured price from its budget
 
 
 def calibrate_and_report(
@@ -70,7 +72,7 @@ def calibrate_and_report(
         on_progress: Called with stage, done, total and unit.
 
     Returns:
-        The attribute with its levels, and with `report`.
+        The attribute with its levels, those of its negation, and with `report`.
 
     Raises:
         InvalidInputError: If the attribute has no strength, or a budget is not above 0.
@@ -93,6 +95,9 @@ def calibrate_and_report(
         on_progress=on_progress,
     )
     levels = calibrate(runs, hmm, attribute, budgets, probe=probe)
+    negated = (
+        calibrate(runs, hmm, ~attribute, budgets, probe=probe) if attribute.is_evidence else {}
+    )
     record = {
         **(source or {}),
         "rows": len(runs.prompts),
@@ -101,10 +106,10 @@ def calibrate_and_report(
         "top_p": 1.0,
         "seed": seed,
         "levels": {name: level._asdict() for name, level in levels.items()},
+        "negation_levels": {name: level._asdict() for name, level in negated.items()},
     }
-    strengths = {name: level.strength for name, level in levels.items()}
     attribute = with_record(attribute, calibration=record)
-    attribute = replace(attribute, config=replace(attribute.config, levels=strengths))
+    attribute = with_levels(attribute, levels, negated)
     report = measure_report(
         lm,
         tokenizer,
@@ -225,6 +230,24 @@ def _error(differences: Floats, num_prompts: int) -> float:
     rows = differences.reshape(num_prompts, -1)
     each = rows.mean(1) if num_prompts > 1 else rows[0]
     return float(each.std(ddof=1)) / sqrt(len(each))
+
+
+def with_levels(
+    attribute: Attribute,
+    levels: Mapping[str, CalibratedLevel],
+    negated: Mapping[str, CalibratedLevel],
+) -> Attribute:
+    """Return a copy with the strengths of levels; of the negation, those that have their price."""
+    config = replace(
+        attribute.config,
+        levels={name: level.strength for name, level in levels.items()},
+        negation_levels={
+            name: level.strength
+            for name, level in negated.items()
+            if abs(level.price / level.budget - 1) <= MOST_DEVIATION
+        },
+    )
+    return replace(attribute, config=config)
 
 
 def with_record(attribute: Attribute, **facts: Any) -> Attribute:
