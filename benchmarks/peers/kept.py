@@ -1,13 +1,13 @@
-"""The texts of all methods of a suite in one compressed file, to be judged again.
+"""The texts of all methods of a suite, with their scores and all that the page says of them.
 
-The file has no prompts, which are data of others: it names them by index, and has a checksum of the
-file that they are from.
+One compressed file holds them, so that the page can be written, and the texts judged, again. It has
+no prompts, which are data of others: it names them by index, and has a checksum of their file.
 """
 
 import json
 import lzma
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from foretrace.errors import InvalidFileError, reason
 from peers.parts import checksum
 
 ENDING = ".jsonl.xz"
-DIGITS = 3  # after the decimal point, of nats and prices
+DIGITS = 3  # after the decimal point, of nats, prices and scores
 
 
 @dataclass
@@ -33,9 +33,16 @@ class KeptMethod:
     losses: list[list[float | None]] = field(default_factory=list)
     """The unsteered LM's mean loss on each text, in nats per token."""
     prices: list[list[float]] = field(default_factory=list)
+    scores: list[dict[str, list[float | None]]] = field(default_factory=list)
+    """By judge."""
+
+    def scores_by(self, judge: str) -> list[list[float | None]]:
+        """Return the scores of a judge."""
+        return [row[judge] for row in self.scores]
 
 
-COLUMNS = ("texts", "tokens", "nats", "losses", "prices")
+COLUMNS = ("texts", "tokens", "nats", "losses", "prices", "scores")
+RESULTS = ("lm", "hmm", "baseline", "sampling")
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class KeptTexts:
 
     suite: str
     header: Mapping[str, Any]
-    """`lm`, `baseline`, `sampling`, and `prompts`: the file, its checksum, and how many."""
+    """`lm`, `hmm`, `baseline` and `sampling` of the run; `prompts`: the file, its checksum, and how
+    many; `results`: the figures and the cost of every method. `record` adds more."""
     methods: Mapping[str, KeptMethod]
 
     @classmethod
@@ -58,11 +66,33 @@ class KeptTexts:
             prompts: The file of its prompts.
         """
         source = {"file": prompts.name, "sha256": checksum(prompts), "count": results["prompts"]}
-        header = {key: results[key] for key in ("lm", "baseline", "sampling")}
+        header: dict[str, Any] = {key: results[key] for key in RESULTS}
+        header["results"] = {
+            name: {"figures": facts["figures"], "cost": facts["cost"]}
+            for name, facts in results["methods"].items()
+        }
         methods = {
             name: _collect_method(name, facts, folder) for name, facts in results["methods"].items()
         }
         return cls(suite, {**header, "prompts": source}, methods)
+
+    def judged(self, scores: Mapping[str, Mapping[str, Sequence[list[float | None]]]]) -> Self:
+        """Return a copy with scores, by judge and method."""
+        methods = {
+            name: replace(
+                method,
+                scores=[
+                    {judge: _rounded(rows[name][index]) for judge, rows in scores.items()}
+                    for index in range(len(method.texts))
+                ],
+            )
+            for name, method in self.methods.items()
+        }
+        return replace(self, methods=methods)
+
+    def record(self, **facts: Any) -> Self:
+        """Return a copy with facts added to the header."""
+        return replace(self, header={**self.header, **facts})
 
     @property
     def max_new_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from foretrace import _io
 from foretrace.evaluate import metrics
@@ -26,11 +26,9 @@ from peers.judges import ABOUT
 from peers.kept import KeptTexts
 from peers.parts import COMMAND, checksum
 from peers.scores import Scored
-from peers.sizes import ATTRIBUTES, Serving, Sizes
+from peers.sizes import ATTRIBUTES, Serving, Sizes, serving_needs
 
 GENERATIONS = "generations"
-MOST_BYTES = 5_000_000  # of all kept texts beside the page
-Results = Mapping[str, Any]
 
 
 class Made(NamedTuple):
@@ -45,27 +43,29 @@ class Made(NamedTuple):
 class SuitePart(NamedTuple):
     """What the page says about a suite."""
 
-    results: Results
     kept: KeptTexts
     file: Path
-    """The file of the kept texts."""
+    """The file of the kept texts, in the folder `GENERATIONS` of the page."""
     scored: Scored
 
+    @property
+    def made(self) -> list[Made]:
+        """What it took to make the suite's attribute."""
+        return [Made(**one) for one in self.kept.header["made"]]
 
-def write_page(
-    folder: Path,
-    command: str,
-    suites: Mapping[str, SuitePart],
-    made: Sequence[Made],
-    sizes: Sizes,
-    serving: Sequence[Serving],
-) -> Path:
+
+def write_page(folder: Path, command: str, suites: Mapping[str, SuitePart]) -> Path:
     """Write `peers.md` and its figures into a folder; return the path of the page."""
+    parts = list(suites.values())
+    made = [one for part in parts for one in part.made]
+    header = parts[0].kept.header
+    sizes = Sizes(**header["sizes"])
+    serving = serving_needs(sizes, header["instruction tokens"])
     lines = ["# Compared with other methods", "", *_introduction(command, suites), ""]
     for name, part in suites.items():
         lines += [*_suite_section(name, part, folder), ""]
     lines += [*_made_section(made), "", *_needs_section(), "", *_serving_section(sizes, serving)]
-    lines += ["", *_texts_section(suites, folder), "", *_left_out_section()]
+    lines += ["", *_texts_section(parts), "", *_left_out_section()]
     path = folder / "peers.md"
     with _io.atomic_write(path) as scratch:
         scratch.write_text("\n".join(lines) + "\n", "utf-8")
@@ -73,11 +73,12 @@ def write_page(
 
 
 def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
-    results = next(iter(suites.values())).results
-    sampling = results["sampling"]
+    header = next(iter(suites.values())).kept.header
+    sampling = header["sampling"]
+    headers = {name: part.kept.header for name, part in suites.items()}
     sizes = "; ".join(
-        f"{name}: {part.results['prompts']:,} x {part.results['sampling']['continuations']}"
-        for name, part in suites.items()
+        f"{name}: {one['prompts']['count']:,} x {one['sampling']['continuations']}"
+        for name, one in headers.items()
     )
     return [
         "What people would use instead of foretrace, measured in the same harness: the same "
@@ -87,9 +88,10 @@ def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
         "",
         f"```bash\n{command}\n```",
         "",
-        f"{results['lm']}, an HMM of {results['hmm']['states']:,} states, prompts x continuations "
+        f"{header['lm']}, an HMM of {header['hmm']['states']:,} states, prompts x continuations "
         f"of {sampling['max_new_tokens']} tokens: {sizes}. Top-p {sampling['top_p']:g}, seed "
-        f"{sampling['seed']}. Brackets hold 95% confidence intervals, by resampling prompts; a "
+        f"{sampling['seed']}. Experts were trained on at most {header['texts of a side']:,} texts "
+        f"of a side. Brackets hold 95% confidence intervals, by resampling prompts; a "
         "difference is paired by prompt.",
         "",
         "- **Perplexity** is that of the unsteered LM.",
@@ -152,7 +154,8 @@ def judges_and_summary(scored: Scored) -> list[str]:
 
 def _figure_name(part: SuitePart, judge: str) -> str:
     """Return the name of the first metric of a judge in the results."""
-    figures = part.results["methods"][part.results["baseline"]]["figures"]
+    header = part.kept.header
+    figures = header["results"][header["baseline"]]["figures"]
     return next(str(name) for name in figures if name.rpartition(", ")[0] == judge)
 
 
@@ -161,7 +164,7 @@ def _method_table(part: SuitePart) -> list[str]:
     judges = [_figure_name(part, judge) for judge in measured.judges]
     columns = ["perplexity", "price", "entropy", "dist-3", "ended early"]
     lines = table_head("method", *judges, *columns, "excess", "time")
-    for name, method in part.results["methods"].items():
+    for name, method in part.kept.header["results"].items():
         cells = [format_figure(method["figures"].get(column)) for column in (*judges, *columns)]
         excess = metrics.interval(measured.costs[EXCESS][name])._asdict()
         lines.append(table_row(name, *cells, format_figure(excess), f"{method['cost']:.2f}"))
@@ -237,34 +240,26 @@ def _words(measured: Measured) -> list[str]:
     return [f"- {names[kind]}: {'; '.join(rivals)}." for kind, rivals in groups.items() if rivals]
 
 
-def _texts_section(suites: Mapping[str, SuitePart], folder: Path) -> list[str]:
-    """Say where the texts are; copy them beside the page if they are small."""
-    total = sum(part.file.stat().st_size for part in suites.values())
-    beside = total <= MOST_BYTES
+def _texts_section(parts: Sequence[SuitePart]) -> list[str]:
+    """Say where the texts are."""
     lines = table_head("file", "texts", "size", "SHA-256")
-    for part in suites.values():
-        name, content = part.file.name, part.file.read_bytes()
-        if beside:
-            with _io.atomic_write(folder / GENERATIONS / name) as scratch:
-                scratch.write_bytes(content)
-        link = f"[{name}]({GENERATIONS}/{name})" if beside else f"`{name}`"
-        size = _bytes(len(content))
+    for part in parts:
+        name = part.file.name
+        size = _bytes(part.file.stat().st_size)
+        link = f"[{name}]({GENERATIONS}/{name})"
         lines.append(table_row(link, f"{part.kept.num_texts:,}", size, f"`{checksum(part.file)}`"))
-    example = next(iter(suites.values())).file.name
-    where = f"docs/results/{GENERATIONS}" if beside else "results/peers"
-    sentences = [
-        "The texts of every method, with their probabilities and the LM's losses, as compressed "
-        "JSON lines. Prompts are named by index, and by a checksum of their file. Texts that "
-        "continue toxic prompts quote toxic language."
+    return [
+        "## Texts",
+        "",
+        *lines,
+        "",
+        "The texts of every method, with their probabilities, the LM's losses and the scores, as "
+        "compressed JSON lines. Prompts are named by index, and by a checksum of their file. Texts "
+        "that continue toxic prompts quote toxic language. This judges a file again, and prints "
+        "its tables:",
+        "",
+        f"```bash\n{COMMAND} --score docs/results/{GENERATIONS}/{parts[0].file.name}\n```",
     ]
-    if not beside:
-        sentences.append(
-            "They are too large for this repository. The command above writes them to the folder "
-            "of results."
-        )
-    sentences.append("This judges a file again, and prints its tables:")
-    command = f"```bash\n{COMMAND} --score {where}/{example}\n```"
-    return ["## Texts", "", *lines, "", " ".join(sentences), "", command]
 
 
 def _made_section(made: Sequence[Made]) -> list[str]:

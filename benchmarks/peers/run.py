@@ -2,10 +2,11 @@
 
 Set FORETRACE_DATA to the folder of the suites' data, FORETRACE_ENCODER and
 FORETRACE_SECOND_ENCODER to sentence-transformers models for the judges, and FORETRACE_RESULTS to
-the folder of all outputs. A run takes hours and resumes where it stopped. It writes
-docs/results/peers.md and keeps the texts of all methods. --prompts, --continuations and --texts
-make a smaller comparison. With --score, it judges such a file of texts again and prints the tables.
-With --quick, it trains on a few texts and runs one suite on a few prompts, in a temporary folder.
+the folder of all outputs. A run takes hours and resumes where it stopped. It keeps the texts of all
+methods in docs/results/generations, and writes docs/results/peers.md from all suites that are
+there. --suite runs one suite. --prompts, --continuations and --texts make a smaller comparison.
+With --score, it judges such a file of texts again and prints the tables. With --quick, it trains on
+a few texts and runs one suite on a few prompts, in a temporary folder.
 Install first:
 
     pip install -r benchmarks/peers/requirements-experts.txt
@@ -17,8 +18,9 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
@@ -28,12 +30,12 @@ from foretrace.attribute import Attribute
 from foretrace.cli.terminal import ProgressBars
 from foretrace.evaluate.suite import Suite, load_suite
 from foretrace.hmm import HMM
-from peers.kept import KeptTexts
-from peers.page import SuitePart, judges_and_summary, write_page
+from peers.kept import ENDING, KeptTexts
+from peers.page import GENERATIONS, SuitePart, judges_and_summary, write_page
 from peers.parts import COMMAND, part
-from peers.scores import score
+from peers.scores import compare_methods, judge_texts
 from peers.sides import MOST_TEXTS
-from peers.sizes import Serving, Sizes, measure_sizes, serving_needs
+from peers.sizes import measure_sizes
 from peers.train import ATTRIBUTE, Workshop, list_made
 from smollm2 import find_smollm2
 
@@ -52,7 +54,8 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.score is not None:
         kept = KeptTexts.read(arguments.score)
-        print("\n".join(judges_and_summary(score(kept, load_suite(suite_file(kept.suite))))))
+        suite = load_suite(suite_file(kept.suite))
+        print("\n".join(judges_and_summary(compare_methods(judge_texts(kept, suite), suite))))
         return
     lm, data = find_smollm2(), Path(os.environ["FORETRACE_DATA"])
     hmm = Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
@@ -61,14 +64,17 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not arguments.quick:
         workshop = Workshop(lm, hmm, data, most_texts=arguments.texts)
-        sizes = arguments.prompts, arguments.continuations
-        compare(SUITES, workshop, ROOT / "docs" / "results", *sizes)
+        counts = arguments.prompts, arguments.continuations
+        pages = ROOT / "docs" / "results"
+        for name in [arguments.suite] if arguments.suite else SUITES:
+            run(name, workshop, pages, *counts)
+            write(pages)
         return
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FORETRACE_RESULTS"] = scratch
         workshop = Workshop(lm, hmm, data, most_texts=64, pairs=16)
-        page = compare(("sentiment",), workshop, Path(scratch), 2, 2)
-        print(page.read_text())
+        run("sentiment", workshop, Path(scratch), 2, 2)
+        print(write(Path(scratch)).read_text())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a few texts of one suite")
+    parser.add_argument("--suite", choices=SUITES, help="run one suite")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of each suite")
     parser.add_argument("--continuations", type=int, help="of each prompt; else the suites'")
     parser.add_argument(
@@ -86,37 +93,41 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(
-    names: Sequence[str], workshop: Workshop, pages: Path, prompts: int, continuations: int | None
-) -> Path:
-    """Train, run suites and write the page; return its path.
+def run(
+    name: str, workshop: Workshop, pages: Path, prompts: int, continuations: int | None
+) -> None:
+    """Train, run a suite, and keep its texts with all that the page says of them.
 
     Args:
-        names: The suites.
+        name: The suite.
         workshop: Makes what the methods need.
         pages: The folder of the page.
-        prompts: The number of prompts of each suite.
-        continuations: The number of continuations of each prompt; None for the suites'.
+        prompts: The number of prompts.
+        continuations: The number of continuations of each prompt; None for the suite's.
     """
     folder = Path(os.environ["FORETRACE_RESULTS"])
-    files = {name: suite_file(name) for name in names}
-    suites = {name: load_suite(file) for name, file in files.items()}
+    suite = load_suite(suite_file(name))
     with ProgressBars(resumes=True) as bars:
-        for suite in suites.values():
-            workshop.make(suite, bars)
+        workshop.make(suite, bars)
+    out, judges = folder / "peers" / name, folder / "judges"
     more = () if continuations is None else ("--continuations", continuations)
+    results = run_suite(str(suite_file(name)), out, prompts, *more, judges=judges)
+    kept = KeptTexts.collect(name, results, out, workshop.data / suite.prompts.file)
+    made = [one._asdict() for one in list_made(attribute_of(suite))]
+    facts = {"made": made, "texts of a side": workshop.most_texts, **serving_facts(workshop, suite)}
+    judge_texts(kept, suite).record(**facts).write(pages / GENERATIONS)
+
+
+def write(pages: Path) -> Path:
+    """Write the page from all suites whose texts are kept; return its path."""
     parts = {}
-    for name, suite in suites.items():
-        out, judges = folder / "peers" / name, folder / "judges"
-        results = run_suite(str(files[name]), out, prompts, *more, judges=judges)
-        kept = KeptTexts.collect(name, results, out, workshop.data / suite.prompts.file)
-        parts[name] = SuitePart(results, kept, kept.write(folder / "peers"), score(kept, suite))
-    made = [one for suite in suites.values() for one in list_made(attribute_of(suite))]
-    sizes, needs = measure_serving(workshop, suites[names[0]])
-    counts = {"prompts": prompts, "continuations": continuations, "texts": workshop.most_texts}
-    options = [f"--{name} {count}" for name, count in counts.items() if count is not None]
-    command = " ".join([COMMAND, *options])
-    return write_page(pages, ENVIRONMENT + command, parts, made, sizes, needs)
+    for name in SUITES:
+        file = pages / GENERATIONS / f"{name}{ENDING}"
+        if file.is_file():
+            kept = KeptTexts.read(file)
+            scored = compare_methods(kept, load_suite(suite_file(name)))
+            parts[name] = SuitePart(kept, file, scored)
+    return write_page(pages, ENVIRONMENT + COMMAND, parts)
 
 
 def suite_file(name: str) -> Path:
@@ -124,13 +135,16 @@ def suite_file(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.yaml")
 
 
-def measure_serving(workshop: Workshop, suite: Suite) -> tuple[Sizes, list[Serving]]:
-    """Measure the sizes of a suite's attribute, and compute the needs of many such attributes."""
+def serving_facts(workshop: Workshop, suite: Suite) -> dict[str, Any]:
+    """Measure what the needs of many attributes are computed from."""
     lm, tokenizer = workshop.load_lm()
     name, hmm = attribute_of(suite), HMM.from_pretrained(workshop.hmm)
     sizes = measure_sizes(lm, workshop.hmm, hmm, Attribute.load(part(name, ATTRIBUTE)), name)
     instruction = str(suite.methods["prompting"].instruction)
-    return sizes, serving_needs(sizes, len(tokenizer(instruction).input_ids))
+    return {
+        "sizes": asdict(sizes),
+        "instruction tokens": len(tokenizer(instruction).input_ids),
+    }
 
 
 def attribute_of(suite: Suite) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foretrace.evaluate.metrics import Scores
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import Suite
 from peers.comparisons import Agreement, Measured, agreement, measure
@@ -22,11 +21,13 @@ class Scored(NamedTuple):
     """The agreement of both judges."""
 
 
-def score(kept: KeptTexts, suite: Suite) -> Scored:
-    """Judge all texts by the suite's judges. Scores are kept beside the outputs of the suite."""
+def judge_texts(kept: KeptTexts, suite: Suite) -> KeptTexts:
+    """Return texts with the scores of a suite's judges, and what is known about the judges.
+
+    Scores are also kept beside the outputs of the suite, so that none is computed twice.
+    """
     results = Path(os.environ["FORETRACE_RESULTS"])
-    scores: dict[str, dict[str, Scores]] = {}
-    judges = {}
+    scores, judges = {}, {}
     for name, plan in suite.judges.items():
         scorer = Scorer(
             name,
@@ -40,5 +41,14 @@ def score(kept: KeptTexts, suite: Suite) -> Scored:
         )
         judges[name] = scorer.describe()
         scores[name] = {method: scorer.score(one.texts) for method, one in kept.methods.items()}
+    return kept.judged(scores).record(judges=judges)
+
+
+def compare_methods(kept: KeptTexts, suite: Suite) -> Scored:
+    """Measure and compare judged texts."""
+    scores = {
+        judge: {name: method.scores_by(judge) for name, method in kept.methods.items()}
+        for judge in kept.header["judges"]
+    }
     measured = measure(kept, scores, suite.judges)
-    return Scored(measured, judges, agreement(scores, measured))
+    return Scored(measured, kept.header["judges"], agreement(scores, measured))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ pytest.importorskip("matplotlib", reason="needs the extra `evaluate`")
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError
-from foretrace.evaluate.metrics import Scores
-from foretrace.evaluate.suite import JudgePlan, MethodPlan, load_suite
+from foretrace.evaluate.suite import MethodPlan, load_suite
 from page_runner import PROJECT
 
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 
-from peers import judges, page
-from peers.comparisons import COSTS, agreement, excess, measure
+from peers import judges
+from peers.comparisons import COSTS, excess
 from peers.facts import FACTS
 from peers.kept import KeptMethod, KeptTexts
-from peers.page import Made, SuitePart, write_page
-from peers.scores import Scored
+from peers.page import Made
+from peers.parts import checksum
+from peers.run import suite_file, write
+from peers.scores import Scored, compare_methods
 from peers.sizes import Sizes, serving_needs
 
 VARIANTS = ["prompting + foretrace", "control vector + foretrace", "DExperts without filter"]
@@ -121,21 +123,32 @@ def kept(tmp_path: Path) -> KeptTexts:
     return KeptTexts.collect("detox-hard", results(), tmp_path, prompts)
 
 
-def scored(kept: KeptTexts) -> Scored:
-    plan = JudgePlan(("average_maximum",), source="a:b")
-    scores: dict[str, dict[str, Scores]] = {
+FACTS_OF_JUDGE = {
+    "judge": "j",
+    "calibrated on": "f",
+    "texts": 9,
+    "auc at 0.5": 0.9,
+    "spearman": 0.5,
+}
+
+
+def judged(kept: KeptTexts) -> KeptTexts:
+    scores = {
         judge: {
             name: [[score / scale, (score - 0.1) / scale]] * 3
             for name, (_, score, _) in METHODS.items()
         }
         for scale, judge in enumerate(JUDGES, 1)
     }
-    measured = measure(kept, scores, dict.fromkeys(JUDGES, plan))
-    facts = {"judge": "j", "calibrated on": "f", "texts": 9, "auc at 0.5": 0.9, "spearman": 0.5}
-    return Scored(measured, dict.fromkeys(JUDGES, facts), agreement(scores, measured))
+    return kept.judged(scores).record(judges=dict.fromkeys(JUDGES, FACTS_OF_JUDGE))
+
+
+def scored(kept: KeptTexts) -> Scored:
+    return compare_methods(judged(kept), load_suite(suite_file("detox-hard")))
 
 
 def test_kept_texts_are_read_as_written(kept: KeptTexts, tmp_path: Path) -> None:
+    kept = judged(kept)
     file = kept.write(tmp_path)
     assert file.name == "detox-hard.jsonl.xz"
     assert KeptTexts.read(file) == kept
@@ -180,34 +193,24 @@ def test_every_cost_has_its_own_verdict(kept: KeptTexts) -> None:
 
 
 def test_the_page_has_every_part(kept: KeptTexts, tmp_path: Path) -> None:
-    made = [Made("control vector", "nontoxic", 61.2, 2000)]
-    needs = serving_needs(SIZES, instruction_tokens=20)
-    part = SuitePart(results(), kept, kept.write(tmp_path), scored(kept))
-    pages = tmp_path / "pages"
-    text = write_page(pages, "COMMAND", {"detox-hard": part}, made, SIZES, needs).read_text()
+    made = Made("control vector", "nontoxic", 61.2, 2000)
+    facts = {"made": [made._asdict()], "texts of a side": 5000, "sizes": asdict(SIZES)}
+    facts["instruction tokens"] = 20
+    file = judged(kept).record(**facts).write(tmp_path / "generations")
+    text = write(tmp_path).read_text()
     assert "| prompting | 0.6 [0.5, 0.7] | 0.6 [0.5, 0.7] | 24.5 [24.4, 24.6] |  |" in text
     assert "| DExperts, 1 | below | **ahead**\u2020 -0.100 [-0.100, -0.100] | **behind** " in text
     assert "**behind**\u2020 +0.100" in text
     assert "- It depends on the judge or the cost: DExperts, 1." in text
     assert "rank correlation of both judges is 1.00 over the 36 texts" in text
     assert "| control vector | nontoxic | 2,000 | 61.2 |" in text
+    assert "at most 5,000 texts of a side" in text
     assert "- **GeDi**: " in text
-    image = pages / "peers-detox-hard.png"
+    image = tmp_path / "peers-detox-hard.png"
     assert image.read_bytes().startswith(b"\x89PNG")
     assert f"({image.name})" in text
-    assert "(generations/detox-hard.jsonl.xz)" in text
-    assert (pages / "generations" / part.file.name).read_bytes() == part.file.read_bytes()
-
-
-def test_large_texts_are_not_copied(
-    kept: KeptTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page, "MOST_BYTES", 10)
-    part = SuitePart(results(), kept, kept.write(tmp_path), scored(kept))
-    pages = tmp_path / "pages"
-    text = write_page(pages, "COMMAND", {"detox-hard": part}, [], SIZES, []).read_text()
-    assert "--score results/peers/detox-hard.jsonl.xz" in text
-    assert not (pages / "generations").exists()
+    assert f"(generations/{file.name})" in text
+    assert checksum(file) in text
 
 
 def test_lexicon_and_classifier_judges() -> None:
