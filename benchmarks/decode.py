@@ -118,7 +118,7 @@ def _compare(
 
     With a probe, the goal has a context reward.
     """
-    new_tokens = new or (12 if quick else 20)
+    new_tokens = new or (20 if not quick else 8 if batch == 1 else 3)
     ids = torch.randint(3, hmm.vocab_size, (batch, prompt))
     mask = torch.ones_like(ids)
     context = None if probe is None else random_context(probe)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -11,6 +12,7 @@ import torch
 
 from docs_folder import write_docs_folder
 from foretrace.attribute import Attribute, AttributeStore, ContextReward
+from foretrace.attribute.report import AttributeReport, LevelReport
 from foretrace.context import read_head
 from forked import Run
 from tiny_lm import WORDS, chat_tokenizer, tiny_hmm, write_tiny_lm
@@ -268,6 +270,20 @@ def test_a_misspelt_attribute_is_found_before_the_lm_is_loaded(
     for command in ("generate", "explain"):
         options = ["--goal", "od", "--prompt", "w1"]
         assert "Did you mean odd?" in run(command, "no-such-lm", *steered[1:], *options).err
+
+
+def test_an_attribute_that_was_measured_to_have_no_effect_is_named(
+    run: Run, steered: list[str], tmp_path: Path
+) -> None:
+    chance = LevelReport("strong", 3.0, 0.15, 0.50, 0.52, 0.03, 1.05)
+    report = AttributeReport((chance,), True, 0.9, num_texts=1000, num_prompts=32)
+    odd = AttributeStore(steered[-1])["odd"]
+    config = replace(odd.config, name="idle", fit={"report": report.to_record()})
+    AttributeStore(tmp_path).add(replace(odd, config=config))
+    options = ["--strength", "1", "--prompt", "w1", "--max-new-tokens", "2"]
+    code, _, error = run("generate", *steered[:-1], str(tmp_path), "--goal", "idle", *options)
+    assert code == 0
+    assert "idle: `strong` moves 0.50 to 0.52: does not work." in error
 
 
 def test_errors_follow_no_prompt(run: Run, spelled: list[str]) -> None:

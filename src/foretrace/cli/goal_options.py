@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.attribute import Attribute, Expression, LogitAffine
+    from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
     from foretrace.context import Probe
     from foretrace.hmm import HMM
@@ -349,6 +349,7 @@ def load_goals(
         is_count = window.isascii() and window.isdigit()
         options["window"] = int(window) if is_count else token_bytes(tokenizer).marker(window)
     parsed = check_goals(folder, expressions)
+    _warn_of_failed({name for expression in parsed for name in expression.names}, store)
     texts: dict[str, Any] = {
         "must_contain": must_contain or (),
         "must_not_contain": must_not_contain or (),
@@ -407,6 +408,16 @@ def check_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]":
     if missing := [name for name in names if name not in known]:
         raise unknown_names(missing, known)
     return parsed
+
+
+def _warn_of_failed(names: Iterable[str], store: "AttributeStore") -> None:
+    """Print the verdict of attributes that were measured to have no effect."""
+    from foretrace.attribute.report import FAILS
+
+    for name in sorted(names):
+        report = store[name].report
+        if report is not None and report.outcome == FAILS:
+            typer.secho(f"{name}: {report.verdict}", fg="yellow", err=True)
 
 
 def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:
