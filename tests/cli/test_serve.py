@@ -10,6 +10,7 @@ import pytest
 from foretrace import cli
 from foretrace.cli import serve
 from foretrace.context import Probe, read_head
+from foretrace.hmm import HMM
 
 
 def vllm_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
@@ -43,6 +44,14 @@ def test_dtype_of_the_user_is_passed_to_vllm(
     assert command.count("--dtype") == 1
     assert command[command.index("--dtype") + 1] == "half"
     assert command[-2:] == ["--port", "8001"]
+
+
+def test_an_hmm_is_optional(steered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = steered.index("--hmm")
+    vllm_command(monkeypatch, *steered[:at], *steered[at + 2 :])
+    frequencies = HMM.from_pretrained(os.environ["FORETRACE_SERVE_HMM"])
+    assert frequencies.num_states == 1
+    assert frequencies.config.tokenizer_fingerprint is not None
 
 
 def test_the_probe_must_be_of_the_lm(

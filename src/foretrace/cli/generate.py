@@ -224,7 +224,10 @@ def _results(generator: Generator, generation: Generation) -> list[str]:
         results.append(f"price {generation.price:.3f} nats per token")
     if generator.goals is not None and generation.probability:
         for one, value in zip(generator.goals.attributes, generation.probability, strict=True):
-            results.append(f"probability of {one.name} {value:.3f} (by the attribute itself)")
+            if one.has_weights:
+                results.append(f"probability of {one.name} {value:.3f} (by the attribute itself)")
+            else:
+                results.append(f"required and forbidden text: {'met' if value == 1 else 'not met'}")
     return results
 
 

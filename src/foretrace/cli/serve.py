@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.cli.loading import choose_device, choose_dtype, find_model
+from foretrace.cli.loading import choose_device, choose_dtype, find_model, load_lm
 from foretrace.errors import InvalidInputError
 
 EPILOG = "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000"
@@ -21,8 +21,8 @@ MIDDLEWARE = "foretrace.engines.vllm.admission.SteeringMiddleware"
 def serve(
     context: typer.Context,
     model: goal_options.Model,
-    hmm: goal_options.HMMSource,
     attributes: goal_options.Attributes,
+    hmm: goal_options.OptionalHMM = None,
     probe: Annotated[
         Path | None,
         typer.Option(help="The LM's probe, for attributes with a context reward."),
@@ -50,8 +50,9 @@ def serve(
     find_model(model)
     if probe is not None:
         Probe.load(probe, fingerprint=read_head(model).fingerprint)
-    loaded_hmm = HMM.from_pretrained(hmm)
     names = list(AttributeStore(attributes))
+    hmm = hmm or _measure_frequencies(model, dtype)
+    loaded_hmm = HMM.from_pretrained(hmm)
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
         attributes=str(attributes.resolve()),
@@ -75,6 +76,14 @@ def serve(
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(prefix="foretrace-metrics-")
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def _measure_frequencies(model: str, dtype: str) -> str:
+    """Write the HMM of the LM's token frequencies; return its folder."""
+    folder = mkdtemp(prefix="foretrace-frequencies-")
+    lm, tokenizer = load_lm(model, dtype, "auto")  # vLLM replaces this process, and its memory
+    goal_options.load_or_measure_hmm(None, lm, tokenizer).save_pretrained(folder)
+    return folder
 
 
 def _tokenizer(arguments: list[str], model: str) -> str:
