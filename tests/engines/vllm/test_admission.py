@@ -16,7 +16,13 @@ pytest.importorskip("vllm", reason="needs the environment with vLLM in it")
 
 from engines.vllm.test_processors import FakeConfig, FakeRequestStates
 from foretrace.engines.vllm import SteeringProcessor, metrics
-from foretrace.engines.vllm.admission import LOAD_RATE, LoadRate, _Keys, validate_params
+from foretrace.engines.vllm.admission import (
+    LOAD_RATE,
+    LoadRate,
+    SteeringMiddleware,
+    _Keys,
+    validate_params,
+)
 from foretrace.engines.vllm.params import ADMISSION
 from foretrace.engines.vllm.table_store import GoalSize
 from foretrace.errors import InvalidInputError
@@ -219,3 +225,17 @@ def test_keys_are_those_that_vllm_takes(source: str, monkeypatch: pytest.MonkeyP
     assert [one is not None for one in clients] == answered
     assert len({*clients} - {None}) == {"option": 2, "environment": 1, "none": 1}[source]
     assert answered.count(True) == {"option": 4, "environment": 3, "none": 13}[source]
+
+
+def test_the_server_starts_when_its_process_can_build() -> None:
+    ready: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        ready.append(middleware.worker._is_ready)
+
+    middleware = SteeringMiddleware(app)
+    try:
+        asyncio.run(middleware({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    finally:
+        middleware.worker.stop()
+    assert ready == [True]

@@ -161,6 +161,8 @@ class SteeringMiddleware:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request to the application, after its goals are admitted."""
+        if scope["type"] == "lifespan":
+            await self._wait_for_worker()
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
@@ -190,6 +192,13 @@ class SteeringMiddleware:
             await refusal.send(send)
         finally:
             request.close()
+
+    async def _wait_for_worker(self) -> None:
+        """Wait until the process can build: the first goal would wait for it otherwise."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.worker.wait)
+        except OSError as error:  # the first request with a new goal starts another process
+            logger.error("%s", error)
 
     async def _read(self, scope: Message, receive: Receive) -> list[Message]:
         """Read the body, up to the limit."""

@@ -1,7 +1,8 @@
 """The queue of builds, with limits per client, and the process that builds.
 
 A build would block the server's process, so the server starts a process of low priority, and sends
-it requests as JSON lines. The process builds what a request needs, and answers with a JSON line.
+it requests as JSON lines. The process writes a line when it is ready. It builds what a request
+needs, and answers with a JSON line.
 
 Builds run one at a time, and clients take turns. A token bucket limits a client to a share of the
 CPU time of the process: above it, its builds wait. A request that would wait too long, or that
@@ -18,13 +19,14 @@ import select
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from threading import Lock
 from time import monotonic, perf_counter, process_time
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretrace._hardware import available_cores
 from foretrace.errors import ForetraceError, InvalidInputError
@@ -42,7 +44,8 @@ MAX_WAIT = 5.0  # seconds that a build may be expected to wait for its client's 
 MAX_QUEUED = 60.0  # seconds that a build may be in the queue: clients do not wait forever
 MAX_CLIENTS = 4_096  # whose use is remembered
 NICENESS = 10  # leaves about nine tenths of a shared core to the decoding process
-TIMEOUT = 120.0  # seconds that one build may take
+TIMEOUT = 120.0  # seconds that the process may take to load, and one build
+READY = b"ready\n"
 
 
 class BuildResult(NamedTuple):
@@ -178,6 +181,7 @@ class BuildWorker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._lock = Lock()
 
     def build(self, params: dict[str, Any]) -> BuildResult:
@@ -197,6 +201,15 @@ class BuildWorker:
         with self._lock:
             self._running()
 
+    def wait(self) -> None:
+        """Wait until the process has loaded its HMM.
+
+        Raises:
+            OSError: The process died or took too long. The next call starts another one.
+        """
+        with self._lock:
+            self._ready()
+
     def stop(self) -> None:
         """Stop the process."""
         with self._lock:
@@ -211,25 +224,41 @@ class BuildWorker:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
+            self._is_ready = False
         return self._process
 
-    def _exchange(self, line: bytes) -> dict[str, Any]:
+    def _ready(self) -> "subprocess.Popen[bytes]":
         process = self._running()
+        if not self._is_ready:
+            with self._failures(process):
+                _read_line(process)
+            self._is_ready = True
+        return process
+
+    def _exchange(self, line: bytes) -> dict[str, Any]:
+        process = self._ready()
         assert process.stdin is not None
-        assert process.stdout is not None
-        try:
+        with self._failures(process):
             process.stdin.write(line)
-            answer: dict[str, Any] = json.loads(_read_line(process.stdout))
+            answer: dict[str, Any] = json.loads(_read_line(process))
+        return answer
+
+    @contextmanager
+    def _failures(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
+        """Stop a process that does not answer."""
+        try:
+            yield
         except (OSError, ValueError) as error:
             process.kill()
             process.communicate()
             self._process = None
             raise OSError(f"The process that builds tables failed: {error}") from error
-        return answer
 
 
-def _read_line(pipe: IO[bytes]) -> bytes:
-    """Read one line, or raise TimeoutError."""
+def _read_line(process: "subprocess.Popen[bytes]") -> bytes:
+    """Read a line that a process writes, or raise TimeoutError."""
+    pipe = process.stdout
+    assert pipe is not None
     line, end = b"", perf_counter() + TIMEOUT
     while not line.endswith(b"\n"):
         if not select.select([pipe], [], [], max(0.0, end - perf_counter()))[0]:
@@ -254,7 +283,8 @@ def main() -> None:
     torch.set_num_threads(max(1, available_cores() // 4))
     builder = open_builder(torch.device("cpu"), metrics.observe_cache)
     builder.load_tokenizer()
-    os.nice(NICENESS)  # not before: the first request waits until everything is loaded
+    answers.write(READY)
+    os.nice(NICENESS)  # not before: the server is ready when everything is loaded
     for line in sys.stdin.buffer:
         began = process_time()
         answer = _build(builder, json.loads(line))
