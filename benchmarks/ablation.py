@@ -126,7 +126,7 @@ class Bench:
 
     def forms(self, name: str) -> dict[str, Form]:
         """Fit all forms of an attribute; in a quick run few, of which one is from `examples/`."""
-        source = replace(self.sources[name], keep=False)
+        source = self.sources[name]
         texts, scores = self.maker.read(source.train, source)
         texts, scores = texts[: self.most_texts], scores[: self.most_texts]
         teacher = fit_teacher(self.model, self.tokenizer, texts, scores)
