@@ -118,8 +118,8 @@ Objectives = Annotated[
     Objective,
     _FitOption(
         help="cross-entropy: a product of weights, for what a text must avoid; log-mse: the "
-        "paper's; evidence: log-odds, for what speaks for and against; auto: cross-entropy or "
-        "evidence, by their ranks of held-out texts."
+        "paper's; evidence: log-odds, for what speaks for and against; auto: evidence with --lm, "
+        "else the one of both that ranks held-out texts better."
     ),
 ]
 Terms = Annotated[int, _FitOption(help="Maximum number of terms in the mixture.")]

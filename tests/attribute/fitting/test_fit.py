@@ -194,6 +194,15 @@ def test_auto_chooses_evidence_unless_a_product_ranks_clearly_better(
     assert record["objective"] == "cross-entropy"
     assert record["auc"] == record["auc_product"]
     assert record["reason"].startswith("Chose a product: on held-out texts")
+    embeddings = torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(0))
+    record = Attribute.fit(
+        *scored_texts(1000),
+        vocab_size=VOCAB,
+        frequencies=torch.ones(VOCAB),
+        embeddings=embeddings,
+    ).config.fit
+    assert record["objective"] == "evidence"
+    assert "rewards that use the LM" in record["reason"]
 
 
 def test_auto_means_a_product_if_there_are_several_terms() -> None:

@@ -29,8 +29,9 @@ class FitConfig:
         objective: How to fit. "cross-entropy" fits a product of weights of at most 1: what a text
             must avoid. "log-mse" does the same as the paper does, which is faster and ranks less
             well. "evidence" fits log-odds by logistic regression: tokens speak for and against.
-            "auto" fits by cross-entropy and evidence, and keeps evidence unless the product ranks
-            held-out texts clearly better. The record of the fit says why.
+            "auto" fits evidence if there are embeddings of the LM. Otherwise it fits by
+            cross-entropy and evidence, and keeps evidence unless the product ranks held-out texts
+            clearly better. The record of the fit says why.
         terms: The largest number of products in the mixture; 1 for log-mse and evidence. With
             "auto", more than 1 means cross-entropy.
         transform: The transform of the scores before the fit. By default, a product chooses it on

@@ -19,6 +19,7 @@ from foretrace.errors import InvalidInputError
 
 MAX_COMPARED = 10  # labels whose products are fitted to compare with evidence: products are slow
 PRODUCT_ONLY = "Chose a product: several terms apply to products only."
+SHARED = "Chose evidence: rewards that use the LM reach more than a product at the same price."
 
 
 def fit_scores(
@@ -36,11 +37,14 @@ def fit_scores(
         return add_samples(alone, examples, held_out, config, lm)
     if config.objective != "auto":
         return fit_products(examples, held_out, config)
-    product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     if config.terms > 1:
+        product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
         return product.with_facts(reason=PRODUCT_ONLY)
     settings = replace(config, objective="evidence")
     evidence = fit_evidence(examples, held_out, settings, lm)
+    if lm.embeddings is not None:
+        return add_samples(evidence, examples, held_out, settings, lm).with_facts(reason=SHARED)
+    product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
         # At equal AUC, evidence: products at the same price make long texts repeat themselves.
