@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from foretrace import _io
 from foretrace.errors import InvalidFileError, reason
+from foretrace.evaluate.metrics import Scores
 from peers.parts import checksum
 
 ENDING = ".jsonl.xz"
@@ -76,7 +77,7 @@ class KeptTexts:
         }
         return cls(suite, {**header, "prompts": source}, methods)
 
-    def judged(self, scores: Mapping[str, Mapping[str, Sequence[list[float | None]]]]) -> Self:
+    def judged(self, scores: Mapping[str, Mapping[str, Scores]]) -> Self:
         """Return a copy with scores, by judge and method."""
         methods = {
             name: replace(
@@ -160,5 +161,5 @@ def _collect_method(name: str, facts: Mapping[str, Any], folder: Path) -> KeptMe
     )
 
 
-def _rounded(values: list[Any]) -> list[Any]:
+def _rounded(values: Sequence[Any]) -> list[Any]:
     return [None if value is None else round(value, DIGITS) for value in values]
