@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from foretrace import HMM, AttributeStore
+from foretrace import AttributeStore
 from harness import Report, options
-from random_attributes import write_random
 from server import serving, steered
+from serving import write_attributes
 from smollm2 import find_smollm2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -45,7 +45,7 @@ def main() -> None:
     hmm = EXAMPLES / "smollm2-135m"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "attributes"
-        goals = write_attributes(folder, HMM.from_pretrained(hmm), count)
+        goals = requests_of_each_kind(write_attributes(folder, count))
         command = steered(find_smollm2(), hmm, folder, "--tables", Path(scratch) / "tables")
         with serving(command, Path(scratch) / "log") as address:
             for _ in range(3):
@@ -55,16 +55,10 @@ def main() -> None:
     report.publish(arguments.json)
 
 
-def write_attributes(folder: Path, hmm: HMM, count: int) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Write attributes into a folder; return the requests of every kind."""
-    store, ready = AttributeStore(folder), AttributeStore(EXAMPLES / "attributes")
-    names = sorted(ready)[:count]
-    for name in names:
-        store.add(ready[name])
-    uncalibrated = [f"a{index}" for index in range(count)]
-    for seed, name in enumerate(uncalibrated):
-        known = hmm.config.tokenizer_fingerprint
-        write_random(folder, name, hmm.vocab_size, share=0.1, known=known, seed=seed)
+def requests_of_each_kind(uncalibrated: Sequence[str]) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return as many requests of every kind as there are attributes without levels."""
+    count = len(uncalibrated)
+    names = sorted(AttributeStore(EXAMPLES / "attributes"))[:count]
     return {
         "bare": [{}] * count,
         "new goal": [{"goal": name} for name in names],

@@ -42,7 +42,7 @@ def main() -> None:
     report = Report("vLLM with and without steering, SmolLM2, 1,024 states")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        names = _attributes(folder / "attributes", GOALS if arguments.quick else ALL_GOALS)
+        names = write_attributes(folder / "attributes", GOALS if arguments.quick else ALL_GOALS)
         hmm = str(EXAMPLES / "smollm2-135m")
         settings = Settings(hmm, str(folder / "attributes"), str(folder / "tables"))
         os.environ.update(ENVIRONMENT | settings.to_environment())
@@ -60,7 +60,7 @@ def main() -> None:
     report.publish(arguments.json)
 
 
-def _attributes(folder: Path, count: int) -> list[str]:
+def write_attributes(folder: Path, count: int) -> list[str]:
     """Write attributes with a weight below 1 for a tenth of the tokens; return their names.
 
     The ready-made attributes are copied as well.
