@@ -87,7 +87,8 @@ def test_an_hmm_of_another_tokenizer_is_refused(generate: Run, tmp_path: Path) -
 
 
 def test_commands_that_need_transformers_say_so(run: Run, smollm2_gguf: Path) -> None:
-    done = run("explain", smollm2_gguf, "--hmm", HMM_FOLDER, "--goal", "positive", "--prompt", "a")
+    folders = ["--hmm", HMM_FOLDER, "--attributes", EXAMPLES / "attributes"]
+    done = run("explain", smollm2_gguf, *folders, "--goal", "positive", "--prompt", "a")
     assert "only `foretrace generate` and `foretrace distill`" in done.err
 
 
