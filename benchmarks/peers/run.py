@@ -39,8 +39,9 @@ from peers.sizes import measure_sizes
 from peers.train import ATTRIBUTE, Workshop, list_made
 from smollm2 import find_smollm2
 
-BENCHMARKS = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent  # of the suites
 SUITES = ("detox-hard", "sentiment", "politics")
+ATTRIBUTES = "attributes"  # the folder of fitted attributes in the outputs of `foretrace evaluate`
 PROMPTS = 100
 ENVIRONMENT = (
     "export FORETRACE_DATA=data FORETRACE_RESULTS=results "
@@ -48,33 +49,47 @@ ENVIRONMENT = (
     "FORETRACE_SECOND_ENCODER=sentence-transformers/all-mpnet-base-v2\n"
 )
 
+# Few samples for the fit, and no judge to train.
+QUICK = """
+extends: {suite}
+attributes:
+  positive: {{file: sentiment/sst2_train.jsonl.xz, score: positive, samples: 32}}
+judges:
+  positive, VADER:
+    figures: [mean]
+    source: "peers.judges:sentiment"
+    calibration: {{file: sentiment/sst2_dev.jsonl.xz}}
+    calibration_score: positive
+"""
+
 
 def main() -> None:
     """Run everything that is not done."""
     arguments = parse_arguments()
     if arguments.score is not None:
         kept = KeptTexts.read(arguments.score)
-        suite = load_suite(suite_file(kept.suite))
+        suite = load_suite(FOLDER / f"{kept.suite}.yaml")
         print("\n".join(judges_and_summary(compare_methods(judge_texts(kept, suite), suite))))
         return
     lm, data = find_smollm2(), Path(os.environ["FORETRACE_DATA"])
     hmm = Path(os.environ.get("FORETRACE_HMM", EXAMPLE))
     # The processes of `foretrace evaluate` import the plug-ins.
-    paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH")]
+    paths = [str(FOLDER.parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not arguments.quick:
         workshop = Workshop(lm, hmm, data, most_texts=arguments.texts)
         counts = arguments.prompts, arguments.continuations
         pages = ROOT / "docs" / "results"
         for name in [arguments.suite] if arguments.suite else SUITES:
-            run(name, workshop, pages, *counts)
+            run(FOLDER / f"{name}.yaml", workshop, pages, *counts)
             write(pages)
         return
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FORETRACE_RESULTS"] = scratch
-        workshop = Workshop(lm, hmm, data, most_texts=64, pairs=16)
-        run("sentiment", workshop, Path(scratch), 2, 2)
-        print(write(Path(scratch)).read_text())
+        suite_file = Path(scratch) / "sentiment.yaml"
+        suite_file.write_text(QUICK.format(suite=FOLDER / suite_file.name))
+        run(suite_file, Workshop(lm, hmm, data, most_texts=64, pairs=16), Path(scratch), 2, 2)
+        print(write(Path(scratch), Path(scratch)).read_text())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -94,45 +109,45 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(
-    name: str, workshop: Workshop, pages: Path, prompts: int, continuations: int | None
+    suite_file: Path, workshop: Workshop, pages: Path, prompts: int, continuations: int | None
 ) -> None:
     """Train, run a suite, and keep its texts with all that the page says of them.
 
     Args:
-        name: The suite.
+        suite_file: The file of the suite.
         workshop: Makes what the methods need.
         pages: The folder of the page.
         prompts: The number of prompts.
         continuations: The number of continuations of each prompt; None for the suite's.
     """
     folder = Path(os.environ["FORETRACE_RESULTS"])
-    suite = load_suite(suite_file(name))
+    suite = load_suite(suite_file)
+    out, judges = folder / "peers" / suite.name, folder / "judges"
     with ProgressBars(resumes=True) as bars:
-        workshop.make(suite, bars)
-    out, judges = folder / "peers" / name, folder / "judges"
+        workshop.make(suite, out / ATTRIBUTES, bars)
     more = () if continuations is None else ("--continuations", continuations)
-    results = run_suite(str(suite_file(name)), out, prompts, *more, judges=judges)
-    kept = KeptTexts.collect(name, results, out, workshop.data / suite.prompts.file)
+    results = run_suite(str(suite_file), out, prompts, *more, judges=judges)
+    kept = KeptTexts.collect(suite.name, results, out, workshop.data / suite.prompts.file)
     made = [one._asdict() for one in list_made(attribute_of(suite))]
     facts = {"made": made, "texts of a side": workshop.most_texts, **serving_facts(workshop, suite)}
     judge_texts(kept, suite).record(**facts).write(pages / GENERATIONS)
 
 
-def write(pages: Path) -> Path:
-    """Write the page from all suites whose texts are kept; return its path."""
+def write(pages: Path, suites: Path = FOLDER) -> Path:
+    """Write the page from all suites whose texts are kept; return its path.
+
+    Args:
+        pages: The folder of the page.
+        suites: The folder of the suites' files.
+    """
     parts = {}
     for name in SUITES:
         file = pages / GENERATIONS / f"{name}{ENDING}"
         if file.is_file():
             kept = KeptTexts.read(file)
-            scored = compare_methods(kept, load_suite(suite_file(name)))
+            scored = compare_methods(kept, load_suite(suites / f"{name}.yaml"))
             parts[name] = SuitePart(kept, file, scored)
     return write_page(pages, ENVIRONMENT + COMMAND, parts)
-
-
-def suite_file(name: str) -> Path:
-    """Return the file of a suite."""
-    return Path(__file__).with_name(f"{name}.yaml")
 
 
 def serving_facts(workshop: Workshop, suite: Suite) -> dict[str, Any]:

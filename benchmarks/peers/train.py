@@ -44,12 +44,18 @@ class Workshop:
         """Load a new copy of the language model, and its tokenizer."""
         return load_lm(str(self.lm), "auto", "auto")
 
-    def make(self, suite: Suite, bars: ProgressBars) -> None:
-        """Make all parts of a suite's attribute that are not there."""
+    def make(self, suite: Suite, folder: Path, bars: ProgressBars) -> None:
+        """Make all parts of a suite's attribute that are not there.
+
+        Args:
+            suite: The suite.
+            folder: The folder where the run of the suite looks for fitted attributes.
+            bars: Shows the progress.
+        """
         name, plan = next(iter(suite.attributes.items()))
         sides = read_sides(plan, self.data, self.most_texts)
         lm, tokenizer = self.load_lm()
-        self._fit(suite, name, lm, tokenizer)
+        self._fit(suite, folder, lm, tokenizer)
         self._find_levels(name)
         train_vector(lm, tokenizer, sides, part(name, VECTOR), self.pairs)
         bars.update(f"{name}: vector", 1, 1, "vectors")
@@ -61,8 +67,9 @@ class Workshop:
             observe = partial(_observe_steps, bars, f"{name}: {side}")
             train_adapter(lm, tokenizer, texts, part(name, side), bos, observe)
 
-    def _fit(self, suite: Suite, name: str, lm: Any, tokenizer: Any) -> None:
+    def _fit(self, suite: Suite, folder: Path, lm: Any, tokenizer: Any) -> None:
         """Fit foretrace's attribute."""
+        name = next(iter(suite.attributes))
         file = part(name, ATTRIBUTE)
         rows = suite.attributes[name].rows(self.data)
         inputs = inputs_identity([str(row) for row in rows], suite.attributes[name])
@@ -70,7 +77,7 @@ class Workshop:
             return
         start = perf_counter()
         hmm = HMM.from_pretrained(self.hmm)
-        fitted = fit_attributes(suite, self.data, part(name, "fit"), lm, tokenizer, hmm)[name]
+        fitted = fit_attributes(suite, self.data, folder, lm, tokenizer, hmm)[name]
         seconds = perf_counter() - start
         fitted.save(file)
         write_record(file, inputs, seconds, len(rows))

@@ -26,7 +26,7 @@ from peers.facts import FACTS
 from peers.kept import KeptMethod, KeptTexts
 from peers.page import Made
 from peers.parts import checksum
-from peers.run import suite_file, write
+from peers.run import FOLDER, write
 from peers.scores import Scored, compare_methods
 from peers.sizes import Sizes, serving_needs
 
@@ -144,7 +144,7 @@ def judged(kept: KeptTexts) -> KeptTexts:
 
 
 def scored(kept: KeptTexts) -> Scored:
-    return compare_methods(judged(kept), load_suite(suite_file("detox-hard")))
+    return compare_methods(judged(kept), load_suite(FOLDER / "detox-hard.yaml"))
 
 
 def test_kept_texts_are_read_as_written(kept: KeptTexts, tmp_path: Path) -> None:
