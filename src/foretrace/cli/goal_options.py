@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foretrace.attribute import Attribute, AttributeStore, Expression, LogitAffine
+    from foretrace.attribute import Attribute, Expression, LogitAffine
     from foretrace.attribute.expression import Contains
     from foretrace.context import Probe
     from foretrace.hmm import HMM
@@ -348,8 +348,7 @@ def load_goals(
     if window is not None:
         is_count = window.isascii() and window.isdigit()
         options["window"] = int(window) if is_count else token_bytes(tokenizer).marker(window)
-    parsed = check_goals(folder, expressions)
-    _warn_of_failed({name for expression in parsed for name in expression.names}, store)
+    parsed = _parse_goals(folder, expressions)
     texts: dict[str, Any] = {
         "must_contain": must_contain or (),
         "must_not_contain": must_not_contain or (),
@@ -389,17 +388,29 @@ def load_goals(
     return LoadedGoals(whole, separate, compiler, attributes)
 
 
-def check_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]":
-    """Parse expressions, and check that the folder has their attributes.
+def check_goals(folder: Path, expressions: Sequence[str]) -> None:
+    """Check that a folder has the attributes of expressions, and warn of those without effect.
 
     Commands call this before they load the LM, so that a misspelt name is an error at once.
     """
+    from foretrace.attribute import AttributeStore
+    from foretrace.attribute.report import FAILS
+
+    store = AttributeStore(folder)
+    for name in _attribute_names(_parse_goals(folder, expressions)):
+        report = store[name].report
+        if report is not None and report.outcome == FAILS:
+            typer.secho(f"{name}: {report.verdict}", fg="yellow", err=True)
+
+
+def _parse_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]":
+    """Parse expressions, and check that the folder has their attributes."""
     from foretrace.attribute import AttributeStore, parse
     from foretrace.attribute.expression import unknown_names
     from foretrace.errors import InvalidInputError
 
     parsed = [parse(text) for text in expressions]
-    names = dict.fromkeys(name for expression in parsed for name in expression.names)
+    names = _attribute_names(parsed)
     known = set(AttributeStore(folder)) if names else set()
     if names and not known:
         raise InvalidInputError(
@@ -410,14 +421,9 @@ def check_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]":
     return parsed
 
 
-def _warn_of_failed(names: Iterable[str], store: "AttributeStore") -> None:
-    """Print the verdict of attributes that were measured to have no effect."""
-    from foretrace.attribute.report import FAILS
-
-    for name in sorted(names):
-        report = store[name].report
-        if report is not None and report.outcome == FAILS:
-            typer.secho(f"{name}: {report.verdict}", fg="yellow", err=True)
+def _attribute_names(parsed: "Sequence[Expression]") -> list[str]:
+    """Return the names of the attributes of expressions, each once."""
+    return list(dict.fromkeys(name for expression in parsed for name in expression.names))
 
 
 def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:
