@@ -37,6 +37,8 @@ PROMPTS = {
 }
 QUICK_SUITE = """
 extends: sentiment
+attributes:
+  positive: {file: sentiment/sst2_train.jsonl.xz, score: positive, uses_lm: false}
 methods:
   bare: {}
   steered: {goals: positive, strength: 0.5}

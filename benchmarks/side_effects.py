@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import foretrace as ft
 from foretrace.chat import as_messages, render_chat
 from foretrace.engines.transformers import stop_tokens
+from foretrace.engines.transformers.hidden_states import lm_identity
 from foretrace.evaluate.continuations import ContinuationGenerator, Method, Sampling
 from foretrace.evaluate.metrics import THRESHOLD, Measurement, interval, mean_score
-from foretrace.evaluate.preparation import goal_checksum, lm_identity
+from foretrace.evaluate.preparation import goal_checksum
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import JudgePlan, Table, load_suite
 from foretrace.lookahead.levels import BUDGETS

@@ -58,6 +58,14 @@ def test_names_are_listed_once_in_order() -> None:
     assert parse("b & ~a | b").names == ("b", "a")
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("a & ~b", "a"), ("~(a | ~b)", "b"), ('~~a & contains("x")', "a"), ("a & ~a", "a")],
+)
+def test_names_under_a_negation_are_not_wanted(text: str, wanted: str) -> None:
+    assert parse(text).wanted == set(wanted)
+
+
 def test_contains_is_an_operand() -> None:
     text = r'b & ~contains("a \"b\" é", "\u00e9") | mentions ( "c" ) & contains'
     found = parse(text)

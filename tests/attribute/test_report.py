@@ -89,7 +89,16 @@ def test_the_record_of_the_fit_keeps_the_report() -> None:
     assert (~stored).report is None
 
 
-@pytest.mark.parametrize("record", [None, {}, {"levels": [{}]}, {"levels": [], "other": 1}])
+EMPTY = {
+    "levels": [],
+    "independent": True,
+    "judge_auc": 0.9,
+    "num_texts": 9,
+    "num_prompts": 9,
+}
+
+
+@pytest.mark.parametrize("record", [None, {}, {"levels": [{}]}, {"levels": []}, EMPTY])
 def test_a_damaged_record_is_refused(record: object) -> None:
     attribute = Attribute.from_rewards([0.0, 1.0])
     damaged = replace(attribute, config=AttributeConfig(fit={"report": record}))

@@ -169,7 +169,7 @@ def test_required_text_is_met_and_has_no_probability(run: Run, spelled: list[str
     options = ["--must-contain", "ship", "--prompt", "hello", "--max-new-tokens", "8"]
     done = run("generate", *spelled, *options)
     assert done.code == 0, done.err
-    assert re.search(r"price [\d.]+ nats per token; required and forbidden text: met", done.err)
+    assert re.search(r"price [\d.]+ nats per token; 'ship': met", done.err)
 
 
 @pytest.mark.shows("transformers generate", "streaming")
@@ -287,10 +287,13 @@ def test_an_attribute_that_was_measured_to_have_no_effect_is_named(
     odd = AttributeStore(steered[-1])["odd"]
     config = replace(odd.config, name="idle", fit={"report": report.to_record()})
     AttributeStore(tmp_path).add(replace(odd, config=config))
+    config = replace(config, name="later", fit={"report": {"levels": []}})
+    AttributeStore(tmp_path).add(replace(odd, config=config))
     options = ["--strength", "1", "--prompt", "w1", "--max-new-tokens", "2"]
-    code, _, error = run("generate", *steered[:-1], str(tmp_path), "--goal", "idle", *options)
-    assert code == 0
-    assert "idle: `strong` moves 0.50 to 0.52: does not work." in error
+    for goal, is_named in (("idle", True), ("~idle", False), ("later", False)):
+        code, _, error = run("generate", *steered[:-1], str(tmp_path), "--goal", goal, *options)
+        assert code == 0, error
+        assert ("idle: `strong` moves 0.50 to 0.52: does not work." in error) == is_named
 
 
 def test_errors_follow_no_prompt(run: Run, spelled: list[str]) -> None:

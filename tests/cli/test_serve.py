@@ -52,6 +52,10 @@ def test_an_hmm_is_optional(steered: list[str], monkeypatch: pytest.MonkeyPatch)
     frequencies = HMM.from_pretrained(os.environ["FORETRACE_SERVE_HMM"])
     assert frequencies.num_states == 1
     assert frequencies.config.tokenizer_fingerprint is not None
+    again = os.environ["FORETRACE_SERVE_HMM"]
+    vllm_command(monkeypatch, *steered[:at], *steered[at + 2 :])
+    assert os.environ["FORETRACE_SERVE_HMM"] == again
+    assert Path(again).parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_probe_must_be_of_the_lm(

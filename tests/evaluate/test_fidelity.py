@@ -91,6 +91,8 @@ def test_fidelity_command(run: Run, tiny_lm: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("w1 w2\nw3\nw5 w4\n")
     options = ["--attributes", tmp_path, "--prompts", tmp_path / "prompts.txt"]
     options += ["--rollouts", 8, "--out", tmp_path / "out", "--transform", "2,0", "--probe"]
+    misspelt = run("fidelity", "no-such-lm", "--hmm", tmp_path / "hmm", "--goal", "od", *options)
+    assert "Did you mean odd?" in misspelt.err
     done = run("fidelity", tiny_lm, "--hmm", tmp_path / "hmm", "--goal", "odd", *options)
     assert done.code == 0, done.err
     assert "2 to 3" in done.out

@@ -126,7 +126,7 @@ class Attribute:
                 `foretrace.context.token_embeddings` returns them. Similar tokens then share their
                 rewards, and tokens that no text contains have a reward, too.
             samples: Texts that the language model wrote, and their scores by a classifier of whole
-                texts, as `engines.transformers.teacher` makes them. Evidence then knows the words
+                texts, as `engines.transformers.samples` makes them. Evidence then knows the words
                 that the language model chooses among. This needs frequencies.
             name: The name of the attribute.
             tokenizer_fingerprint: The fingerprint of the tokenizer's vocabulary.

@@ -118,6 +118,16 @@ class Expression:
         return tuple(dict.fromkeys(names))
 
     @property
+    def wanted(self) -> frozenset[str]:
+        """Return the names of attributes that texts shall have: not those under a negation."""
+        signs = self._fold(
+            lambda step: frozenset() if isinstance(step, Contains) else frozenset({(step, True)}),
+            lambda names: frozenset((name, not sign) for name, sign in names),
+            lambda _operator, left, right: left | right,
+        )
+        return frozenset(name for name, sign in signs if sign)
+
+    @property
     def contains(self) -> tuple[Contains, ...]:
         """Return the distinct `contains(...)` operands, in order of appearance."""
         return tuple(dict.fromkeys(step for step in self.steps if isinstance(step, Contains)))

@@ -195,8 +195,10 @@ class AttributeReport:
                 LevelReport(**{**level, "pairs": tuple(TextPair(*pair) for pair in level["pairs"])})
                 for level in fields.pop("levels")
             )
+            if not levels:
+                raise ValueError("no levels")
             return cls(levels, **fields, warnings=tuple(warnings))
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidInputError(
                 "The report of the attribute cannot be read. Run `foretrace calibrate` again."
             ) from error

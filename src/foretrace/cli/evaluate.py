@@ -118,6 +118,7 @@ def fidelity(
 
     plotted = goal_options.parse_transform(transform)
     settings = goal_options.GoalSettings([1.0])
+    goal_options.check_goals(attributes, [goal])
     lm, tokenizer = load_lm(model, dtype, device)
     loaded_hmm = goal_options.load_hmm(hmm, tokenizer, lm.device)
     build_probe = goal_options.probe_builder(lm, tokenizer)

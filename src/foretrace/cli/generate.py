@@ -227,7 +227,7 @@ def _results(generator: Generator, generation: Generation) -> list[str]:
             if one.has_weights:
                 results.append(f"probability of {one.name} {value:.3f} (by the attribute itself)")
             else:
-                results.append(f"required and forbidden text: {'met' if value == 1 else 'not met'}")
+                results.append(f"{one.name}: {'met' if value == 1 else 'not met'}")
     return results
 
 

@@ -395,10 +395,14 @@ def check_goals(folder: Path, expressions: Sequence[str]) -> None:
     """
     from foretrace.attribute import AttributeStore
     from foretrace.attribute.report import FAILS
+    from foretrace.errors import InvalidInputError
 
-    store = AttributeStore(folder)
-    for name in _attribute_names(_parse_goals(folder, expressions)):
-        report = store[name].report
+    store, parsed = AttributeStore(folder), _parse_goals(folder, expressions)
+    for name in sorted({name for expression in parsed for name in expression.wanted}):
+        try:
+            report = store[name].report
+        except InvalidInputError:  # of another version: steering does not need it
+            continue
         if report is not None and report.outcome == FAILS:
             typer.secho(f"{name}: {report.verdict}", fg="yellow", err=True)
 
@@ -410,7 +414,7 @@ def _parse_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]"
     from foretrace.errors import InvalidInputError
 
     parsed = [parse(text) for text in expressions]
-    names = _attribute_names(parsed)
+    names = list(dict.fromkeys(name for expression in parsed for name in expression.names))
     known = set(AttributeStore(folder)) if names else set()
     if names and not known:
         raise InvalidInputError(
@@ -419,11 +423,6 @@ def _parse_goals(folder: Path, expressions: Sequence[str]) -> "list[Expression]"
     if missing := [name for name in names if name not in known]:
         raise unknown_names(missing, known)
     return parsed
-
-
-def _attribute_names(parsed: "Sequence[Expression]") -> list[str]:
-    """Return the names of the attributes of expressions, each once."""
-    return list(dict.fromkeys(name for expression in parsed for name in expression.names))
 
 
 def _one_per_goal(values: Sequence[T], count: int, option: str) -> list[T]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foretrace.cli import goal_options
-from foretrace.cli.loading import choose_device, choose_dtype, find_model, load_lm
+from foretrace.cli.loading import choose_device, choose_dtype, find_model, load_lm, load_tokenizer
 from foretrace.errors import InvalidInputError
 
 EPILOG = "Example: foretrace serve my-lm --hmm my-hmm --attributes attributes --port 8000"
@@ -51,14 +51,15 @@ def serve(
     if probe is not None:
         Probe.load(probe, fingerprint=read_head(model).fingerprint)
     names = list(AttributeStore(attributes))
-    hmm = hmm or _measure_frequencies(model, dtype)
+    folder, tokenizer = tables or Path(gettempdir()), _tokenizer(context.args, model)
+    hmm = hmm or _measure_frequencies(model, tokenizer, dtype, folder)
     loaded_hmm = HMM.from_pretrained(hmm)
     settings = Settings(
         hmm=str(Path(hmm).resolve()) if Path(hmm).is_dir() else hmm,
         attributes=str(attributes.resolve()),
-        tokenizer=_tokenizer(context.args, model),
+        tokenizer=tokenizer,
         probe="" if probe is None else str(probe.resolve()),
-        tables=str((tables or Path(gettempdir())).resolve()),
+        tables=str(folder.resolve()),
         horizon=horizon,
         memory_mb=memory,
         disk_mb=disk,
@@ -78,12 +79,27 @@ def serve(
     os.execv(sys.executable, command)
 
 
-def _measure_frequencies(model: str, dtype: str) -> str:
-    """Write the HMM of the LM's token frequencies; return its folder."""
-    folder = mkdtemp(prefix="foretrace-frequencies-")
-    lm, tokenizer = load_lm(model, dtype, "auto")  # vLLM replaces this process, and its memory
-    goal_options.load_or_measure_hmm(None, lm, tokenizer).save_pretrained(folder)
-    return folder
+def _measure_frequencies(model: str, tokenizer: str, dtype: str, folder: Path) -> str:
+    """Write the HMM of the LM's token frequencies into a folder; return its path.
+
+    Every start with the same LM writes the same files.
+    """
+    import torch
+
+    from foretrace.engines.vllm.table_store import private_folder
+
+    try:
+        lm, own = load_lm(model, dtype, "auto")  # vLLM replaces this process, and its memory
+        texts = own if tokenizer == model else load_tokenizer(tokenizer)
+        hmm = goal_options.load_or_measure_hmm(None, lm, texts)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise InvalidInputError(
+            f"'{model}' does not fit on one device, where its token frequencies are measured "
+            f"before vLLM starts. Pass an HMM: --hmm FOLDER."
+        ) from error
+    path = private_folder(folder, "foretrace-frequencies") / hmm.checksum
+    hmm.save_pretrained(path)
+    return str(path)
 
 
 def _tokenizer(arguments: list[str], model: str) -> str:

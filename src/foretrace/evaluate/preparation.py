@@ -199,12 +199,6 @@ def to_score(value: Any, equals: Any) -> float:
     return float(value) if equals is None else float(value == equals)
 
 
-def lm_identity(lm: "PreTrainedModel") -> str:
-    """Return the dtype of a language model and a checksum of four of its parameters."""
-    parameters = [parameter for _, parameter in sorted(lm.named_parameters())]
-    return f"{lm.dtype}-{_io.checksums([*parameters[:2], *parameters[-2:]])}"
-
-
 @dataclass
 class MethodBuilder:
     """Builds methods for the prompts of a suite; equal goals are one object."""

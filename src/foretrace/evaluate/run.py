@@ -16,6 +16,7 @@ from foretrace import _io
 from foretrace.attribute import group_terms
 from foretrace.chat import end_of_turn
 from foretrace.engines.transformers import stop_tokens
+from foretrace.engines.transformers.hidden_states import lm_identity
 from foretrace.errors import InvalidInputError
 from foretrace.evaluate import metrics
 from foretrace.evaluate.blocks import (
@@ -33,7 +34,6 @@ from foretrace.evaluate.preparation import (
     MethodBuilder,
     fit_attributes,
     goal_checksum,
-    lm_identity,
 )
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.strengths import OnStage, find_strengths

@@ -205,6 +205,24 @@ def test_auto_chooses_evidence_unless_a_product_ranks_clearly_better(
     assert "rewards that use the LM" in record["reason"]
 
 
+def test_auto_chooses_evidence_for_labels_if_there_are_embeddings() -> None:
+    """Without a comparison, which takes long."""
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, VOCAB, 5).tolist() for _ in range(300)]
+    labels = [f"role {text[0] % 3}" for text in texts]
+    fitted = Attribute.fit_each(
+        texts,
+        labels,
+        vocab_size=VOCAB,
+        frequencies=torch.ones(VOCAB),
+        embeddings=torch.randn(VOCAB, 4),
+    )
+    for one in fitted:
+        assert "rewards that use the LM" in one.config.fit["reason"]
+        assert "right_first" in one.config.fit
+        assert "right_first_product" not in one.config.fit
+
+
 def test_auto_means_a_product_if_there_are_several_terms() -> None:
     attribute = Attribute.fit(*balanced_texts(), vocab_size=VOCAB, config=FitConfig(terms=2))
     assert not attribute.evidence

@@ -15,6 +15,7 @@ from foretrace.engines.transformers.nucleus import (
     log_totals,
     token_nats,
 )
+from foretrace.errors import InvalidInputError
 
 TOP_P, MANY, SIZE = 0.9, 5_000, 3 * TOP_K
 
@@ -103,6 +104,24 @@ def test_forbidden_tokens_are_never_drawn() -> None:
         drawn = draw_nucleus(logits, top_p)
         assert drawn.tokens.tolist() == [7] * 50
         assert drawn.log_probability.abs().max() < 1e-6
+
+
+def test_a_rounded_sum_leaves_nothing_for_forbidden_tokens() -> None:
+    """The allowed tokens are all among the first, and their probabilities sum to almost 1."""
+    torch.manual_seed(0)
+    logits = torch.full((4_000, SIZE), -torch.inf)
+    logits[:, :500] = torch.randn(4_000, 500)
+    for _ in range(20):
+        drawn = draw_nucleus(logits, 1.0)
+        assert int(drawn.tokens.max()) < 500
+        assert bool(drawn.log_probability.isfinite().all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_without_finite_logits_are_refused(value: float, logits: Tensor) -> None:
+    logits[1] = value
+    with pytest.raises(InvalidInputError, match=r"row 1.*bfloat16 or float32"):
+        draw_nucleus(logits, TOP_P)
 
 
 def test_losses_are_those_of_log_softmax(logits: Tensor) -> None:

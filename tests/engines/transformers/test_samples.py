@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 
@@ -75,6 +76,14 @@ def test_samples_are_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
     draw(model, 9)
     assert "read" in stages
     draw(deepcopy(model).double(), 9)
+    assert "read" in stages
+    trained = deepcopy(model)
+    with torch.no_grad():  # as by an adapter that is merged: the head stays as it is
+        trained.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    draw(trained, 9)
+    assert "read" in stages
+    (tmp_path / "samples.states").write_bytes(b"damaged")
+    draw(trained, 9)
     assert "read" in stages
 
 

@@ -32,7 +32,7 @@ def even() -> Attribute:
 
 
 def test_levels_and_report_by_an_independent_judge(
-    model: PreTrainedModel, hmm: HMM, even: Attribute
+    model: PreTrainedModel, hmm: HMM, even: Attribute, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts, scores = scored_texts(meaningful=True)
     budgets = {**BUDGETS, "strong": 0.4}
@@ -54,13 +54,16 @@ def test_levels_and_report_by_an_independent_judge(
     )
     calibration = measured.config.fit["calibration"]
     assert calibration["model"] == "tiny"
-    reached = {
-        name: level["strength"]
-        for name, level in calibration["negation_levels"].items()
-        if level["price"] == pytest.approx(level["budget"], rel=0.25)
-    }
-    assert (~measured).config.levels == reached
-    assert len(reached) >= 2
+    negated = calibration["negation_levels"]
+    assert (~measured).config.levels == {key: level["strength"] for key, level in negated.items()}
+    missed = [
+        level
+        for level in negated.values()
+        if level["price"] != pytest.approx(level["budget"], rel=0.25)
+    ]
+    assert len(missed) <= 1
+    assert len(caplog.messages) == len(missed)
+    assert all("'~even' at 'strong' costs" in message for message in caplog.messages)
     report = measured.report
     assert report is not None
     assert report.independent

@@ -32,18 +32,16 @@ def fit_scores(
             f"attribute and texts without it."
         )
     examples, held_out = (split.without(config.keep) for split in (examples, held_out))
-    if config.objective == "evidence":
-        alone = fit_evidence(examples, held_out, config, lm)
-        return add_samples(alone, examples, held_out, config, lm)
-    if config.objective != "auto":
+    if config.objective not in ("auto", "evidence"):
         return fit_products(examples, held_out, config)
-    if config.terms > 1:
+    if config.objective == "auto" and config.terms > 1:
         product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
         return product.with_facts(reason=PRODUCT_ONLY)
     settings = replace(config, objective="evidence")
     evidence = fit_evidence(examples, held_out, settings, lm)
-    if lm.embeddings is not None:
-        return add_samples(evidence, examples, held_out, settings, lm).with_facts(reason=SHARED)
+    if config.objective == "evidence" or lm.embeddings is not None:
+        chosen = add_samples(evidence, examples, held_out, settings, lm)
+        return chosen if config.objective == "evidence" else chosen.with_facts(reason=SHARED)
     product = fit_products(examples, held_out, replace(config, objective="cross-entropy"))
     use_evidence = False
     if product.auc is not None and evidence.auc is not None:
@@ -87,8 +85,9 @@ def fit_each_label(
     settings = replace(config, objective="evidence")
     evidence = fit_labels(examples, held_out, num_labels, settings, lm)
     right = right_first([one.predicted for one in evidence], labels, held_out)
-    if config.objective == "evidence":
-        yield from (one.with_facts(right_first=right) for one in evidence)
+    if config.objective == "evidence" or lm.embeddings is not None:
+        facts = {} if config.objective == "evidence" else {"reason": SHARED}
+        yield from (one.with_facts(right_first=right, **facts) for one in evidence)
         return
     compared = np.unique(np.linspace(0, num_labels - 1, MAX_COMPARED).round().astype(int)).tolist()
     products = {number: fit_product(number) for number in compared}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from foretrace import _io
 from foretrace.attribute.fitting.examples import marks_words_by_space
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64  # that are read of a text
 BATCH_TOKENS = 2_048
+IDENTITY_VALUES = 64  # of a parameter, about
 _Stop = Callable[[Any], None]
 
 
@@ -75,6 +77,18 @@ def last_states(lm: "PreTrainedModel", ids: Tensor) -> Tensor:
         return head.register_forward_pre_hook(lambda _head, inputs: stop(inputs))
 
     return _run_until(lm, ids, register)
+
+
+def lm_identity(lm: "PreTrainedModel") -> str:
+    """Return the dtype of a language model and a checksum of some values of all parameters.
+
+    Models of one architecture that were trained further have another one.
+    """
+    parts = []
+    for _, parameter in sorted(lm.named_parameters()):
+        values = parameter.detach().flatten()
+        parts.append(values[:: max(1, len(values) // IDENTITY_VALUES)].float().cpu())
+    return f"{lm.dtype}-{_io.checksum(torch.cat(parts)):08x}"
 
 
 class _StopError(Exception):

@@ -6,11 +6,13 @@ token alone. Two methods that continue the same prompts with the same seed there
 token where their distributions are alike, so that differences between them have less noise.
 """
 
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foretrace.errors import InvalidInputError
 from foretrace.steering.price import CACHED_ELEMENTS, row_blocks
 
 TOP_K = 1024  # the nucleus of most rows is among so many tokens
@@ -46,6 +48,9 @@ def draw_nucleus(
     Returns:
         The tokens.
 
+    Raises:
+        InvalidInputError: If a row has no finite logit, or one that is not a number.
+
     Example:
         >>> from foretrace.engines.transformers.nucleus import draw_nucleus
         >>> drawn = draw_nucleus(torch.tensor([[9.0, 0.0, 0.0]]), top_p=0.9)
@@ -56,6 +61,12 @@ def draw_nucleus(
         _WORD + 1, (len(logits), 2), generator=generator, device=logits.device, dtype=torch.long
     )
     total = log_totals(logits)
+    if not bool(total.isfinite().all()):
+        row = int((~total.isfinite()).nonzero()[0, 0])
+        raise InvalidInputError(
+            f"No token can be drawn for row {row}: its logits are infinite or not numbers. float16 "
+            f"overflows with some models: load the model in bfloat16 or float32."
+        )
     top, tokens = logits.topk(min(TOP_K, logits.shape[1]))
     log_p = top.float() - total
     if top_p >= 1:
@@ -103,7 +114,7 @@ def _draw_sorted(log_p: Tensor, tokens: Tensor, keys: Tensor, top_p: float) -> N
     """Draw one of tokens in descending order while the mass before it is below `top_p`."""
     probability = log_p.exp()
     outside = probability.cumsum(-1) - probability >= top_p
-    size = int((~outside).sum(-1).max()) if len(outside) else 0  # random numbers are expensive
+    size = int((~outside).sum(-1).max())  # random numbers are expensive
     nucleus = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
     return _race(nucleus[:, :size], tokens[:, :size], keys)
 
@@ -116,6 +127,8 @@ def _draw_all(
     if tokens.shape[1] == vocab_size:
         return _race(log_p, tokens, keys)
     rest = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(0.0).log()
+    # A sum that is rounded leaves a rest where none of the other tokens is possible.
+    rest = rest.minimum(log_p[:, -1:] + log(vocab_size - tokens.shape[1]))
     others = tokens.new_full((len(tokens), 1), vocab_size)
     drawn = _race(torch.cat([log_p, rest], 1), torch.cat([tokens, others], 1), keys)
     is_rest = drawn.tokens == vocab_size

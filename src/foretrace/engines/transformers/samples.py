@@ -8,6 +8,7 @@ user's texts.
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,11 +22,11 @@ from foretrace.attribute.fitting.examples import Examples
 from foretrace.attribute.fitting.split import Split
 from foretrace.attribute.token_ids import Texts
 from foretrace.chat import Prompt
-from foretrace.context import Head
 from foretrace.engines import writing
 from foretrace.engines.prompts import decode_after, start_ids
 from foretrace.engines.transformers.calibration import OnStage, silent, write_openings
 from foretrace.engines.transformers.generation import stop_tokens
+from foretrace.engines.transformers.hidden_states import lm_identity
 from foretrace.engines.transformers.judged_runs import fit_judge
 from foretrace.engines.transformers.text_classifier import (
     Floats,
@@ -34,7 +35,7 @@ from foretrace.engines.transformers.text_classifier import (
     mean_states,
 )
 from foretrace.engines.transformers.writer import LMWriter
-from foretrace.errors import InvalidInputError
+from foretrace.errors import InvalidFileError, InvalidInputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -141,7 +142,7 @@ class TeachingSamples:
             seed: The random seed.
             on_progress: Called with stage, done, total and unit.
         """
-        writer = LMWriter(lm, tokenizer, f"{lm.name_or_path}, samples", ends, NUM_TOKENS, 1.0)
+        writer = LMWriter(lm, tokenizer, f"{lm_identity(lm)}, samples", ends, NUM_TOKENS, 1.0)
         drawn = sample_texts(writer, prompts, file, count=count, seed=seed, on_progress=on_progress)
         texts = [one.text for one in drawn]
         states = _kept_states(lm, tokenizer, texts, Path(file), on_progress)
@@ -161,9 +162,9 @@ def _kept_states(
 ) -> Floats:
     """Compute the mean states of samples, unless the file beside them has the states."""
     file = samples.with_suffix(".states")  # no name of an attribute
-    content = json.dumps([Head.of_model(lm).fingerprint, lm.name_or_path, str(lm.dtype), *texts])
+    content = json.dumps([lm_identity(lm), *texts])
     key = hashlib.sha256(content.encode()).hexdigest()
-    if file.is_file():
+    with suppress(InvalidFileError):  # missing or damaged: the states are computed again
         tensors, metadata = _io.read_tensors(file)
         if metadata.get("key") == key:
             return tensors["states"].double().numpy()

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from foretrace import _io
-from foretrace.context import Head
 from foretrace.engines.prompts import start_ids
 from foretrace.engines.transformers.calibration import SteeredRuns, write_openings
-from foretrace.engines.transformers.hidden_states import batches, last_states
+from foretrace.engines.transformers.hidden_states import batches, last_states, lm_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,7 +71,7 @@ class _Folder(NamedTuple):
     @classmethod
     def of(cls, folder: Path, lm: "PreTrainedModel", *settings: object) -> "_Folder":
         """Name shards by the LM and what they are computed from."""
-        content = json.dumps([Head.of_model(lm).fingerprint, *settings])
+        content = json.dumps([lm_identity(lm), *settings])
         return cls(folder, hashlib.sha256(content.encode()).hexdigest()[:16])
 
     def shard(self, number: int, make: Callable[[], _Shard]) -> _Shard:

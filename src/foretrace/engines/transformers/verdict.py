@@ -1,5 +1,6 @@
 """What an attribute does to the texts of a language model: levels, a report, a verdict."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, sqrt
@@ -32,6 +33,8 @@ from foretrace.steering import Compiler, Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 REPORT_ROWS = 2 * NUM_ROWS  # sequences of a run for the report
 NUM_PAIRS = 3  # of texts to read
@@ -98,6 +101,16 @@ def calibrate_and_report(
     negated = (
         calibrate(runs, hmm, ~attribute, budgets, probe=probe) if attribute.is_evidence else {}
     )
+    for name, level in negated.items():
+        if abs(level.price / level.budget - 1) > MOST_DEVIATION:
+            logger.warning(
+                "'~%s' at '%s' costs %.3f nats per token instead of %g, as close as it can be.",
+                attribute.name,
+                name,
+                level.price,
+                level.budget,
+                extra={"attribute": attribute.name},
+            )
     record = {
         **(source or {}),
         "rows": len(runs.prompts),
@@ -237,15 +250,11 @@ def with_levels(
     levels: Mapping[str, CalibratedLevel],
     negated: Mapping[str, CalibratedLevel],
 ) -> Attribute:
-    """Return a copy with the strengths of levels; of the negation, those that have their price."""
+    """Return a copy with the strengths of levels and of the negation's levels."""
     config = replace(
         attribute.config,
         levels={name: level.strength for name, level in levels.items()},
-        negation_levels={
-            name: level.strength
-            for name, level in negated.items()
-            if abs(level.price / level.budget - 1) <= MOST_DEVIATION
-        },
+        negation_levels={name: level.strength for name, level in negated.items()},
     )
     return replace(attribute, config=config)
 

@@ -89,7 +89,7 @@ class TableStore:
 
     def __init__(self, parent: str | os.PathLike[str], budget: int) -> None:
         """Open the user's private folder below `parent`. `budget` is in bytes."""
-        self.folder, self.budget = _private_folder(Path(parent)), budget
+        self.folder, self.budget = private_folder(Path(parent)), budget
 
     def has(self, key: str) -> bool:
         """Return whether an entry exists."""
@@ -305,14 +305,14 @@ def _remove(path: Path) -> bool:
     return False
 
 
-def _private_folder(parent: Path) -> Path:
+def private_folder(parent: Path, name: str = "foretrace") -> Path:
     """Create a directory that no other user can write to, since its content is trusted."""
-    folder = parent / f"foretrace-{os.getuid()}"
+    folder = parent / f"{name}-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise InvalidInputError(
             f"{folder} belongs to another user, or others can write to it. Choose another "
-            f"directory for tables."
+            f"directory for tables: --tables."
         )
     return folder
