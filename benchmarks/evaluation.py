@@ -38,7 +38,11 @@ PROMPTS = {
 QUICK_SUITE = """
 extends: sentiment
 attributes:
-  positive: {file: sentiment/sst2_train.jsonl.xz, score: positive, uses_lm: false}
+  positive:
+    file: sentiment/sst2_train.jsonl.xz
+    score: positive
+    objective: evidence
+    uses_lm: false
 methods:
   bare: {}
   steered: {goals: positive, strength: 0.5}

@@ -24,7 +24,7 @@ from peers.parts import checksum, part, require
 
 MAP = "lm-steer.safetensors"
 RANK = 64
-SETTINGS = FitSettings(learning_rate=2e-4)
+SETTINGS = FitSettings(learning_rate=1e-3)
 
 
 class LowRankMap(Change):

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,13 @@ def fit_attributes(
     hmm: HMM,
 ) -> AttributeStore:
     """Fit the suite's attributes; keep those that were fitted by the same plan before."""
-    head = Head.of_model(lm, tokenizer)
-    lm_settings = {
-        "frequencies": hmm.token_frequencies(),
-        "embeddings": token_embeddings(head),
-    }
+    head = cache(partial(Head.of_model, lm, tokenizer))
+
+    @cache
+    def lm_settings() -> dict[str, Any]:
+        frequencies = hmm.token_frequencies()
+        return {"frequencies": frequencies, "embeddings": token_embeddings(head())}
+
     settings = tokenizer_settings(tokenizer.get_vocab())
     store = AttributeStore(folder, tokenizer_fingerprint=settings["tokenizer_fingerprint"])
     teacher = _Teacher(lm, tokenizer, hmm, suite, data, folder / ".samples.jsonl")
@@ -78,11 +81,11 @@ def fit_attributes(
         plan_content = {**asdict(plan), "transform": plan.transform and list(plan.transform)}
         inputs = {"plan": plan_content, "rows": rows_identity(rows), **settings}
         if plan.uses_lm:
-            inputs |= {"hmm": hmm.checksum, "head": head.fingerprint}
+            inputs |= {"hmm": hmm.checksum, "head": head().fingerprint}
         if plan_file.is_file() and _io.read_json(plan_file) == inputs:
             continue
         plan_file.unlink(missing_ok=True)
-        used = {**settings, **(lm_settings if plan.uses_lm else {})}
+        used = {**settings, **(lm_settings() if plan.uses_lm else {})}
         if plan.uses_samples:
             used["samples"] = teacher.teach(plan, rows)
         for attribute in _fit(name, plan, rows, tokenizer, used):
