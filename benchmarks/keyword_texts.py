@@ -1,12 +1,16 @@
 """Required words in texts: which are there, and where; and texts kept as JSON lines."""
 
 import json
+import lzma
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretrace import _io
+
 CONCEPTS = Path(__file__).parent / "keywords.json"
+KEPT = Path(__file__).parent.parent / "docs" / "results" / "generations" / "keywords.jsonl.xz"
 
 
 class Places(NamedTuple):
@@ -77,3 +81,26 @@ def add_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def keep_texts(folder: Path, kept: Path) -> None:
+    """Write the texts of all methods in a folder to one compressed file."""
+    content = "".join(
+        json.dumps({"method": file.stem, **row}) + "\n"
+        for file in sorted(folder.glob("*.jsonl"))
+        for row in read_lines(file)
+    )
+    with _io.atomic_write(kept) as scratch:
+        scratch.write_bytes(lzma.compress(content.encode(), preset=9))
+
+
+def restore_texts(kept: Path, folder: Path) -> None:
+    """Write the texts of such a file into a folder that has none."""
+    if folder.exists() or not kept.exists():
+        return
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for line in lzma.decompress(kept.read_bytes()).decode().splitlines():
+        row = json.loads(line)
+        by_method.setdefault(row.pop("method"), []).append(row)
+    for method, rows in by_method.items():
+        add_lines(folder / f"{method}.jsonl", rows)

@@ -3,12 +3,13 @@
 Concepts are sets of everyday words, in keywords.json. Each is required after neutral openings, in
 40 tokens, or 64 for five words. The LM is SmolLM2-135M in float32, at top-p 0.9.
 
-FORETRACE_RESULTS names the folder of texts, from which an interrupted run resumes. FORETRACE_TEXTS
-is the number of pairs of a concept and an opening, of each size, and of texts for each; 100x5 by
-default. With
-FORETRACE_DATA and FORETRACE_ENCODER, a judge says how positive texts are. FORETRACE_SECOND_LM names
-the folder or the GGUF file of another LM, under which some of the texts are scored too. --quick
-writes two texts for one pair, and leaves out the judge and the second LM.
+FORETRACE_RESULTS names the folder of texts, from which an interrupted run resumes. A complete run
+keeps its texts in docs/results/generations/keywords.jsonl.xz. A run in an empty folder begins with
+them and writes what they lack; delete the file to write all texts again. FORETRACE_TEXTS is the
+number of pairs of a concept and an opening, of each size, and of texts for each; 100x5 by default.
+With FORETRACE_DATA and FORETRACE_ENCODER, a judge says how positive texts are. FORETRACE_SECOND_LM
+names the folder or the GGUF file of another LM, under which some of the texts are scored too.
+--quick writes two texts for one pair, and leaves out the judge and the second LM.
 """
 
 import json
@@ -49,12 +50,15 @@ from keyword_methods import (
 )
 from keyword_texts import (
     CONCEPTS,
+    KEPT,
     TextFile,
     Written,
     add_lines,
+    keep_texts,
     missing_words,
     places,
     read_lines,
+    restore_texts,
 )
 from smollm2 import find_smollm2
 
@@ -86,7 +90,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         results = scratch if args.quick else os.environ["FORETRACE_RESULTS"]
         folder = Path(results) / "keywords"
+        if not args.quick:
+            restore_texts(KEPT, folder)
         write_texts(folder, sizes)
+        if not args.quick:
+            keep_texts(folder, KEPT)
         judge = None if args.quick else positive_judge()
         second = None if args.quick else os.environ.get("FORETRACE_SECOND_LM")
         for size in sizes.words:

@@ -1,6 +1,7 @@
 """Required words are found as whole words, and the concepts of the benchmark are well formed."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,16 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("sklearn", reason="needs the extra `evaluate`")
 
 from keyword_methods import words_grammar
-from keyword_texts import CONCEPTS, Places, missing_words, places
+from keyword_texts import (
+    CONCEPTS,
+    Places,
+    TextFile,
+    Written,
+    keep_texts,
+    missing_words,
+    places,
+    restore_texts,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +66,15 @@ def test_the_grammar_has_rules_for_every_set_of_missing_words() -> None:
     assert "text_0_1 ::= other text_0_1 | letters other text_0_1 | " in grammar
     assert "[Dd] [Oo] [Gg] after_1" in grammar
     assert grammar.count("root ::= text_0_1") == 1
+
+
+def test_kept_texts_are_restored_into_an_empty_folder(tmp_path: Path) -> None:
+    texts = [Written(1, 0, " a café", [0.5, 1.25]), Written(3, 1, "", [])]
+    for name in ("bare", "lookahead, positive"):
+        TextFile(tmp_path / "results" / f"{name}.jsonl").add(texts)
+    keep_texts(tmp_path / "results", tmp_path / "kept.xz")
+    restore_texts(tmp_path / "kept.xz", tmp_path / "again")
+    for name in ("bare", "lookahead, positive"):
+        assert TextFile(tmp_path / "again" / f"{name}.jsonl").read() == texts
+    restore_texts(tmp_path / "kept.xz", tmp_path / "again")  # it has texts
+    assert TextFile(tmp_path / "again" / "bare.jsonl").read() == texts
