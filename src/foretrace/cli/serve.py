@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from tempfile import gettempdir
 from typing import Annotated
 
 import typer
@@ -43,6 +43,7 @@ def serve(
     from foretrace.attribute import AttributeStore
     from foretrace.context import Probe, read_head
     from foretrace.engines.vllm.settings import Settings
+    from foretrace.engines.vllm.table_store import process_folder
     from foretrace.hmm import HMM
 
     _require_vllm()
@@ -74,7 +75,7 @@ def serve(
     os.environ.update(settings.to_environment())
     # The engine process writes its metrics to files, which the API process collects.
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(prefix="foretrace-metrics-")
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(process_folder(folder, "foretrace-metrics"))
     sys.stderr.flush()
     os.execv(sys.executable, command)
 

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,13 @@ import torch
 
 from foretrace import _io
 from foretrace.attribute import Attribute
-from foretrace.engines.vllm.table_store import LOW_WATER, ByteLRU, TableLoader, TableStore
+from foretrace.engines.vllm.table_store import (
+    LOW_WATER,
+    ByteLRU,
+    TableLoader,
+    TableStore,
+    process_folder,
+)
 from foretrace.errors import ForetraceError, InvalidFileError, InvalidInputError
 from foretrace.hmm import HMM
 from foretrace.lookahead import Lookahead
@@ -262,6 +270,27 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InvalidInputError, match="belongs to another user"):
         TableStore(tmp_path, 1 << 20)
+
+
+def test_folders_of_ended_processes_are_deleted(tmp_path: Path) -> None:
+    """A process that executes another program keeps its folder."""
+    code = (
+        "import os, sys; from pathlib import Path; "
+        "from foretrace.engines.vllm.table_store import process_folder; "
+        "print(process_folder(Path(sys.argv[1]), 'metrics'), flush=True); "
+        "os.execvp('cat', ['cat'])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        folder = Path(server.stdout.readline().strip())
+        (folder / "counters.db").write_text("")
+        process_folder(tmp_path, "metrics")
+        assert (folder / "counters.db").exists()
+        server.communicate()
+    process_folder(tmp_path, "metrics")
+    assert not folder.exists()
 
 
 def test_the_least_recently_used_value_is_dropped_first() -> None:

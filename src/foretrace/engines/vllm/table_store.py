@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from threading import Lock
 from typing import Generic, NamedTuple, Self, TypeVar
 from uuid import uuid4
@@ -315,4 +316,24 @@ def private_folder(parent: Path, name: str = "foretrace") -> Path:
             f"{folder} belongs to another user, or others can write to it. Choose another "
             f"directory for tables: --tables."
         )
+    return folder
+
+
+def process_folder(parent: Path, name: str) -> Path:
+    """Create a folder for this process and what it executes; delete those of ended processes.
+
+    A lock says that the process runs. Its descriptor stays open until the process ends.
+    """
+    parent = private_folder(parent, name)
+    turn = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # no other process deletes a folder before it is locked
+        for other in parent.iterdir():
+            _evict(other)
+        folder = Path(mkdtemp(dir=parent))
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.set_inheritable(descriptor, True)
+    finally:
+        os.close(turn)
     return folder
