@@ -1,7 +1,8 @@
 """Measure what is kept under steering: knowledge, other properties of texts, and terms for people.
 
 SmolLM2 is steered with the HMM and the attributes of `examples/`, in float32. FORETRACE_DATA names
-the folder of data. Install first:
+the folder of data, and FORETRACE_RESULTS the folder of answers and control vectors, from which an
+interrupted run resumes. Install first:
 
     pip install vaderSentiment
     pip install --no-deps -r benchmarks/peers/requirements-control-vectors.txt
@@ -16,12 +17,13 @@ the probability of terms for groups of people in neutral sentences. --quick meas
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -30,12 +32,14 @@ from torch import Tensor
 import foretrace as ft
 from drift import TEMPLATES, Texts, fit_with_groups, measure_drift, measure_people
 from foretrace.evaluate.metrics import change, interval, mean_score
+from foretrace.evaluate.preparation import goal_checksum
 from foretrace.evaluate.suite import load_suite
 from foretrace.lookahead.levels import BUDGETS
 from foretrace.steering.price import prices
 from harness import Report, options
+from keyword_texts import add_lines, read_lines
 from peers import control_vectors
-from peers.parts import part
+from peers.parts import inputs_identity, part
 from peers.sides import read_sides
 from questions import Question, questions
 from retrospect import TextScores, score_texts
@@ -44,7 +48,6 @@ from small_lm import HORIZON, SmallLM
 PEERS = Path(__file__).parent / "peers"
 SUITES = {"nontoxic": "detox-hard", "positive": "sentiment", "political": "politics"}
 COEFFICIENTS = (0.1, 0.2)  # whose control is nearest to that of `medium` and `strong`, in peers.md
-LAYERS = (10, 20)
 SIDE = 1000  # texts of each side that pairs are drawn from, the clearest
 LEVELS = ("medium", "strong")
 
@@ -65,7 +68,7 @@ class Size:
     templates: int
 
 
-FULL = Size(1, 2, tuple(SUITES), ("nontoxic", "positive"), 64, Texts(32, 2, 24), len(TEMPLATES))
+FULL = Size(1, 2, tuple(SUITES), ("nontoxic", "positive"), 256, Texts(32, 2, 24), len(TEMPLATES))
 QUICK = Size(59, 1, ("nontoxic",), (), 0, Texts(2, 2, 4), 1)
 
 
@@ -78,21 +81,37 @@ def main() -> None:
     if not args.quick:
         fitted = fit_with_groups(small)
         goals |= {f"with groups, {level}": small.goal(fitted, level) for level in LEVELS}
-    measure_answers(small, size, report)
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch if args.quick else os.environ["FORETRACE_RESULTS"]) / "kept"
+        os.environ["FORETRACE_RESULTS"] = str(results)  # where parts are kept
+        measure_answers(small, size, report)
     measure_people(small, goals, size.templates, report)
     measure_drift(small, goals, size.texts, report)
     report.publish(args.json)
+
+
+class Answer(NamedTuple):
+    """The answer to a question: by the LM as it is, then toward each goal."""
+
+    right: list[bool]
+    """Whether the right option has the highest probability."""
+    nats: list[float]
+    """The log-probability of the right option."""
+    prices: list[float]
+    """The KL divergence of the answer's first token from the bare LM's, in nats."""
 
 
 class Answered(NamedTuple):
     """The answers of a method to all questions."""
 
     right: list[bool]
-    """Whether the right option has the highest probability."""
     nats: list[float]
-    """The log-probability of the right answer."""
     prices: list[float]
-    """The KL divergence of the answer's first token from the bare LM's, in nats."""
+
+    @classmethod
+    def collect(cls, answers: Sequence[Answer], row: int = 0) -> Self:
+        """Collect one row of all answers."""
+        return cls(*([column[row] for column in columns] for columns in zip(*answers, strict=True)))
 
 
 def measure_answers(small: SmallLM, size: Size, report: Report) -> None:
@@ -103,29 +122,61 @@ def measure_answers(small: SmallLM, size: Size, report: Report) -> None:
         for name in size.attributes
         for level in BUDGETS
     }
-    scores = [score_options(small, one, list(goals.values())) for one in asked]
-    firsts = [one.first[:1] for one in scores]  # prices are relative to them
-    bare = to_answered(scores, firsts)
+
+    def steered(question: Question) -> Answer:
+        scores = score_options(small, question, list(goals.values()))
+        return to_answer(scores, scores.first[:1])
+
+    answers = ask("steered", asked, steered, [goal_checksum(goal) for goal in goals.values()])
+    bare = Answered.collect(answers)
     add_bare(report, asked, bare)
     for row, name in enumerate(goals, 1):
-        add_method(report, name, to_answered(scores, firsts, row), bare)
+        add_method(report, name, Answered.collect(answers, row), bare)
     measure_peers(small, size, asked[:: size.peers_every], report)
 
 
 def measure_peers(small: SmallLM, size: Size, asked: Sequence[Question], report: Report) -> None:
     """Measure the same after an instruction, and with control vectors."""
-    scores = [score_options(small, one, []) for one in asked]
-    firsts = [one.first for one in scores]
-    bare = to_answered(scores, firsts)
+    scores = {question.prompt: score_options(small, question, []) for question in asked}
+    first = {prompt: one.first for prompt, one in scores.items()}  # prices are relative to it
+    bare = Answered.collect([to_answer(one, one.first) for one in scores.values()])
     for name in size.attributes:
         suite = load_suite(PEERS / f"{SUITES[name]}.yaml")
         instruction = str(suite.methods["prompting"].instruction)
-        prompted = [score_options(small, one, [], instruction) for one in asked]
-        add_method(report, f"{name}, prompting", to_answered(prompted, firsts), bare)
+        answer = partial(answer_after, small, first, template=instruction)
+        prompted = ask(f"{name}, prompting", asked, answer, instruction)
+        add_method(report, f"{name}, prompting", Answered.collect(prompted), bare)
     for name, active in control(small, size):
         with active:
-            controlled = [score_options(small, one, []) for one in asked]
-        add_method(report, name, to_answered(controlled, firsts), bare)
+            controlled = ask(name, asked, partial(answer_after, small, first), size.pairs)
+        add_method(report, name, Answered.collect(controlled), bare)
+
+
+def ask(
+    name: str,
+    asked: Sequence[Question],
+    answer: Callable[[Question], Answer],
+    settings: object,
+) -> list[Answer]:
+    """Return the answers to questions, from the file of a method or given now."""
+    inputs = inputs_identity([question.prompt for question in asked], settings)
+    file = Path(os.environ["FORETRACE_RESULTS"]) / f"{name}-{inputs[:16]}.jsonl"
+    known = {row.pop("question"): Answer(**row) for row in read_lines(file)}
+    for question in asked:
+        if question.prompt not in known:
+            known[question.prompt] = answer(question)
+            add_lines(file, [{"question": question.prompt, **known[question.prompt]._asdict()}])
+    return [known[question.prompt] for question in asked]
+
+
+def answer_after(
+    small: SmallLM,
+    first: Mapping[str, Tensor],
+    question: Question,
+    template: str = "{prompt}",
+) -> Answer:
+    """Answer a question in a template, by the LM as it is now."""
+    return to_answer(score_options(small, question, [], template), first[question.prompt])
 
 
 def score_options(
@@ -137,15 +188,12 @@ def score_options(
     return score_texts(small.lm, goals, prompt, texts, ends=small.ends, limit=HORIZON)
 
 
-def to_answered(scores: Sequence[TextScores], firsts: Sequence[Tensor], row: int = 0) -> Answered:
-    """Return the answers by the bare LM, row 0, or toward a goal."""
-    return Answered(
-        [is_right(one.texts[row]) for one in scores],
-        [float(one.texts[row, 0]) for one in scores],
-        [
-            float(prices(first, one.first[row : row + 1]))
-            for first, one in zip(firsts, scores, strict=True)
-        ],
+def to_answer(scores: TextScores, first: Tensor) -> Answer:
+    """Return what an answer is judged by; `first` has the bare LM's first tokens."""
+    return Answer(
+        [is_right(options) for options in scores.texts],
+        scores.texts[:, 0].tolist(),
+        [float(prices(first, row[None])) for row in scores.first],
     )
 
 
@@ -186,22 +234,16 @@ def add_method(report: Report, name: str, method: Answered, bare: Answered) -> N
 
 def control(small: SmallLM, size: Size) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     """Yield control vectors: a name, and the context in which the LM is controlled."""
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ["FORETRACE_RESULTS"] = scratch  # the folder of vectors
-        for name in size.vectors:
-            plan = load_suite(PEERS / f"{SUITES[name]}.yaml").attributes[name]
-            file = part(name, control_vectors.VECTOR)
-            sides = read_sides(plan, small.data, SIDE)
-            control_vectors.train_vector(small.lm, small.tokenizer, sides, file, size.pairs)
-            for coefficient in COEFFICIENTS:
-                plugin = control_vectors.build(
-                    small.lm,
-                    small.tokenizer,
-                    attribute=name,
-                    coefficient=coefficient,
-                    layers=LAYERS,
-                )
-                yield f"{name}, control vector {coefficient}", plugin.active()
+    for name in size.vectors:
+        plan = load_suite(PEERS / f"{SUITES[name]}.yaml").attributes[name]
+        file = part(name, control_vectors.VECTOR)
+        sides = read_sides(plan, small.data, SIDE)
+        control_vectors.train_vector(small.lm, small.tokenizer, sides, file, size.pairs)
+        for coefficient in COEFFICIENTS:
+            plugin = control_vectors.build(
+                small.lm, small.tokenizer, attribute=name, coefficient=coefficient
+            )
+            yield f"{name}, control vector {coefficient}", plugin.active()
 
 
 if __name__ == "__main__":
