@@ -31,7 +31,7 @@ class FitSettings:
     weight_decay: float = 0.0
     rows: int = 512
     """Tokens of a step."""
-    epochs: int = 1
+    epochs: int = 2
     checkpoint_steps: int = 20
     seed: int = 0
 
@@ -124,10 +124,16 @@ def _parts(indices: Tensor, size: int) -> list[Tensor]:
 
 
 def _loss(change: Change, head: Any, states: States, batch: Tensor, factor: float) -> Tensor:
-    """Return the mean negative log-likelihood of tokens, each with the factor of its side."""
-    hidden = states.hidden[batch].to(head.weight.dtype)
-    factors = factor * states.signs[batch, None]
-    return cross_entropy(change.logits(head, hidden, factors).float(), states.tokens[batch])
+    """Return the mean negative log-likelihood of tokens, each with the factor of its side.
+
+    Both sides weigh the same, also if the texts of one are longer.
+    """
+    hidden, signs = states.hidden[batch].to(head.weight.dtype), states.signs[batch]
+    logits = change.logits(head, hidden, factor * signs[:, None]).float()
+    losses = cross_entropy(logits, states.tokens[batch], reduction="none")
+    share = float((states.signs > 0).float().mean())
+    weights = torch.where(signs > 0, 0.5 / share, 0.5 / (1 - share))
+    return (weights * losses).mean()
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from peers.lora import pad_right
 from peers.parts import inputs_identity
 from peers.sides import Sides
 
-NUM_TEXTS = 1_000  # of a side, as many as control vectors have
 LONGEST = 64  # tokens of a text, as for experts
 ROWS = 32
 HELD_OUT = 10  # every tenth text of a side is not trained on
@@ -52,19 +51,17 @@ class StateReader:
         tokenizer: Its tokenizer.
         sides: The texts.
         bos_token_id: The token before every text, as in the evaluation.
-        most: Texts of a side at most.
     """
 
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sides: Sides
     bos_token_id: int | None
-    most: int = NUM_TEXTS
 
     @property
     def texts(self) -> list[str]:
         """The texts with the attribute, and then those without."""
-        return [text for side in self.sides for text in side[: self.most]]
+        return [text for side in self.sides for text in side]
 
     def identity(self, settings: object) -> str:
         """Return a checksum of the texts, how they are read, and the settings of a fit."""
@@ -76,7 +73,7 @@ class StateReader:
         start = perf_counter()
         parts = []
         for side, sign in zip(self.sides, (1.0, -1.0), strict=True):
-            encoded = encode_with_bos(self.tokenizer, side[: self.most], self.bos_token_id)
+            encoded = encode_with_bos(self.tokenizer, side, self.bos_token_id)
             rows = [ids[:LONGEST] for ids in encoded if len(ids) > 1]
             parts += [
                 self._read(rows[at : at + ROWS], sign, at) for at in range(0, len(rows), ROWS)

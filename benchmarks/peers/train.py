@@ -61,7 +61,7 @@ class Workshop:
         bars.update(f"{name}: vector", 1, 1, "vectors")
         ends = HMM.from_pretrained(self.hmm).config.eos_token_ids
         bos = ends[0] if ends else None
-        fit_heads(name, StateReader(lm, tokenizer, sides, bos, self.pairs), bars)
+        fit_heads(name, StateReader(lm, tokenizer, sides, bos), bars)
         for side, texts in zip((EXPERT, ANTI_EXPERT), sides, strict=True):
             lm, tokenizer = self.load_lm()  # training changes it
             observe = partial(_observe_steps, bars, f"{name}: {side}")
