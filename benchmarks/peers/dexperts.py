@@ -26,8 +26,9 @@ def build(
         tokenizer: Its tokenizer.
         attribute: The attribute whose experts are used.
         alpha: The factor of the difference of the experts.
-        filter_p: The nucleus of the LM. Other tokens are excluded before the logits are combined,
-            as in the paper; 1 excludes none.
+        filter_p: The nucleus of the LM. Other tokens are excluded before the logits are combined.
+            Tokens are then drawn from all that are left, as in the authors' code. 1 excludes none;
+            tokens are then drawn from the nucleus of the combination.
     """
     expert = load_expert(lm, attribute, EXPERT)
     anti_expert = load_expert(lm, attribute, ANTI_EXPERT)
@@ -42,7 +43,7 @@ def build(
         return combine
 
     identity = expert_identity(attribute, EXPERT, ANTI_EXPERT)
-    return Plugin(processor=processor, identity=identity)
+    return Plugin(processor=processor, top_p=1.0 if filter_p < 1 else None, identity=identity)
 
 
 def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -129,7 +129,8 @@ def run(
     results = run_suite(str(suite_file), out, prompts, *more, judges=judges)
     kept = KeptTexts.collect(suite.name, results, out, workshop.data / suite.prompts.file)
     made = [one._asdict() for one in list_made(attribute_of(suite))]
-    facts = {"made": made, "texts of a side": workshop.most_texts, **serving_facts(workshop, suite)}
+    facts = {"made": made, "texts of a side": workshop.most_texts, "skip": suite.skip}
+    facts |= serving_facts(workshop, suite)
     judge_texts(kept, suite).record(**facts).write(pages / GENERATIONS)
 
 

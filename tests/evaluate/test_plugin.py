@@ -31,6 +31,7 @@ methods:
   nothing: {plugin: "outside:add", options: {token: 5, amount: 0}}
   processor: {plugin: "outside:add", options: {token: 5, amount: AMOUNT}, curve: add}
   prompted: {plugin: "outside:add", options: {token: 5, amount: 3}, instruction: "w1 {prompt}"}
+  one token: {plugin: "outside:greedy", options: {token: 5, amount: 0}}
   hook: {plugin: "outside:shift", options: {token: 5, amount: 20}}
   model: {plugin: "outside:other", options: {token: 6, amount: 20}}
 judges:
@@ -52,6 +53,11 @@ def add(lm: Any, tokenizer: Any, *, token: int, amount: float) -> Plugin:
         return change
 
     return Plugin(processor=processor)
+
+
+def greedy(lm: Any, tokenizer: Any, *, token: int, amount: float) -> Plugin:
+    """The same, of a nucleus of one token."""
+    return replace(add(lm, tokenizer, token=token, amount=amount), top_p=1e-6)
 
 
 def shift(lm: Any, tokenizer: Any, *, token: int, amount: float) -> Plugin:
@@ -136,6 +142,12 @@ def test_every_kind_changes_the_texts(done: tuple[Path, dict[str, Any]]) -> None
     assert f"{SIX} {SIX}" in model_texts
 
 
+def test_a_plugin_may_have_its_own_nucleus(done: tuple[Path, dict[str, Any]]) -> None:
+    for name, certain in (("one token", True), ("nothing", False)):
+        entropy = done[1]["methods"][name]["figures"]["entropy"]["value"]
+        assert (abs(entropy) < 1e-3) == certain
+
+
 def test_only_processors_have_a_price(done: tuple[Path, dict[str, Any]]) -> None:
     methods = done[1]["methods"]
     priced = {name for name, method in methods.items() if "price" in method["figures"]}
@@ -155,6 +167,7 @@ def test_losses_are_known_where_the_lm_itself_continued_the_prompt(
     assert {name for name, is_known in known.items() if is_known} == {
         "bare",
         "nothing",
+        "one token",
         "processor",
     }
 

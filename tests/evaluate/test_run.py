@@ -187,6 +187,15 @@ def test_attributes_with_equal_texts_and_scores_share_a_teacher(
     assert [1 - score for score in first] == second
 
 
+def test_prompts_are_skipped(data: Path, lm: Any, hmm: HMM, tmp_path: Path) -> None:
+    skipping = replace(load_suite(data / "mine.yaml"), skip=7)
+    config = EvaluationConfig(data, tmp_path, methods=("bare",), rows=16)
+    results = evaluate(skipping, lm, word_tokenizer(), hmm, config)
+    assert results["prompts"] == 3
+    with pytest.raises(InvalidInputError, match="skips 10 prompts, and has no more than 10"):
+        evaluate(replace(skipping, skip=10), lm, word_tokenizer(), hmm, config)
+
+
 def test_every_method_has_every_metric(done: tuple[Path, dict[str, Any]]) -> None:
     _, results = done
     assert list(results["methods"]) == METHODS

@@ -233,8 +233,9 @@ class ContinuationGenerator:
         encoded = self.encode(inputs)
         sampling = self.sampling
         plugin = method.plugin
+        top_p = sampling.top_p if plugin.top_p is None else plugin.top_p
         sampler = _PluginSampler(
-            plugin.model or self.lm, self.ends, sampling.max_new_tokens, sampling.top_p, plugin
+            plugin.model or self.lm, self.ends, sampling.max_new_tokens, top_p, plugin
         )
         goals = None if method.goals is None else [method.goals[index] for index in indices]
         with plugin.active():

@@ -32,6 +32,8 @@ class Plugin:
         hook: A function that returns a context manager. It is active while a batch is generated. It
             may change the LM, and restores it at the end.
         model: A model that generates instead of the LM. It has the LM's tokenizer.
+        top_p: The nucleus of sampling, for methods that choose the candidates themselves. By
+            default, that of the evaluation.
         identity: A checksum of what the options do not tell, such as trained weights. Texts are
             generated again if it changes.
 
@@ -45,12 +47,16 @@ class Plugin:
     processor: Callable[[Prompts], LogitsProcessor] | None = None
     hook: Callable[[], AbstractContextManager[Any]] | None = None
     model: "PreTrainedModel | None" = None
+    top_p: float | None = None
     identity: str = ""
 
     @property
     def has_price(self) -> bool:
-        """Whether the price can be measured: nothing but the processor changes the logits."""
-        return self.processor is not None and self.keeps_lm
+        """Whether the price can be measured: nothing but the processor changes the logits.
+
+        The price is measured before top-p. A method with its own `top_p` has a filter in its place.
+        """
+        return self.processor is not None and self.keeps_lm and self.top_p is None
 
     @property
     def keeps_lm(self) -> bool:

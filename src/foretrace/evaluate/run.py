@@ -233,7 +233,12 @@ def _read_prompts(suite: Suite, config: EvaluationConfig) -> list[dict[str, Any]
         (row[suite.prompts.text], row.get(suite.group or "")): row
         for row in reversed(suite.prompts.rows(config.data))
     }
-    rows = list(reversed(distinct.values()))
+    rows = list(reversed(distinct.values()))[suite.skip :]
+    if not rows:
+        raise InvalidInputError(
+            f"The suite '{suite.name}' skips {suite.skip} prompts, and has no more than "
+            f"{len(distinct)}. Lower `skip`."
+        )
     count = min(config.prompts or len(rows), len(rows))
     if suite.group is None:
         return rows[:count]
@@ -275,7 +280,8 @@ def _plugin_inputs(plan: MethodPlan, plugin: Plugin) -> list[Any]:
     if plan.plugin is None:
         return []
     model = None if plugin.model is None else lm_identity(plugin.model)
-    return [plan.plugin, dict(plan.options), plugin.identity, model]
+    own = [] if plugin.top_p is None else [plugin.top_p]
+    return [plan.plugin, dict(plan.options), plugin.identity, model, *own]
 
 
 def _method_inputs(

@@ -237,6 +237,8 @@ class Suite:
     Attributes:
         name: The name of the suite.
         prompts: The prompts.
+        skip: How many of the first prompts are left out, such as those that settings were chosen
+            on.
         attributes: The attributes to fit, by name. With `by`, the names are the column's values.
         methods: The methods to compare, by name.
         judges: The judges, by name.
@@ -270,6 +272,7 @@ class Suite:
     group: str | None = None
     rival: str | None = None
     baseline: str = "bare"
+    skip: int = 0
     continuations: int = 25
     max_new_tokens: int = 20
     top_p: float = 0.9
