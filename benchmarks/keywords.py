@@ -65,6 +65,8 @@ from smollm2 import find_smollm2
 LENGTHS = {1: 40, 3: 40, 5: 64}  # tokens, by the number of words
 BATCH_PAIRS = 10  # tables of five words take 120 MB for each pair
 SECOND_TEXTS = 34  # texts of each size and method under the second LM
+COMPLETE = "texts with all words"
+FIRST = 20  # tokens
 
 Texts = dict[str, list[list[Written]]]
 """The texts of each method, by pair."""
@@ -196,38 +198,63 @@ FIGURES: Mapping[str, tuple[Figure, float, str]] = {
 
 def report_words(report: Report, size: int, pairs: Sequence[Pair], texts: Texts) -> None:
     """Report coverage, places, perplexity and repetition of every method."""
-    nats = {name: log_perplexity(rows) for name, rows in texts.items()}
-    successful = [
-        [one for one in rows if not missing_words(one.text, pair.words)]
-        for rows, pair in zip(texts[PROMPTING], pairs, strict=True)
-    ]
-    nats[f"{PROMPTING}, texts with all words"] = log_perplexity(successful)
     for name, rows in texts.items():
         for figure, (measure, scale, unit) in FIGURES.items():
             found = mean_score([list(measure(*one)) for one in zip(rows, pairs, strict=True)])
             goal = 100 if "lookahead" in name and figure == "texts with all words" else None
-            add(report, f"{size}: {name}: {figure}", interval(found), unit, scale, goal)
+            value = interval(by_concept(found, pairs))
+            add(report, f"{size}: {name}: {figure}", value, unit, scale, goal)
         repetition = distinct([[one.text for one in row] for row in rows], 3)
-        add(report, f"{size}: {name}: dist-3", interval(repetition), "")
+        add(report, f"{size}: {name}: dist-3", interval(by_concept(repetition, pairs)), "")
         tokens = mean_score([[float(len(one.nats)) for one in row] for row in rows])
-        add(report, f"{size}: {name}: tokens", interval(tokens), "")
-    report_perplexities(report, f"{size}: ", nats)
+        add(report, f"{size}: {name}: tokens", interval(by_concept(tokens, pairs)), "")
+    report_perplexities(report, f"{size}: ", pairs, texts)
 
 
-def report_perplexities(report: Report, prefix: str, nats: Mapping[str, Measurement]) -> None:
-    """Report perplexities, and how much higher full lookahead's are, on the same pairs."""
-    for name, measured in nats.items():
-        value = Interval(*(exp(bound) for bound in interval(measured)))
-        add(report, f"{prefix}{name}: perplexity", value, "")
-    for name, measured in nats.items():
-        if name != LOOKAHEAD:
-            difference = change(nats[LOOKAHEAD], measured).difference
+def report_perplexities(report: Report, prefix: str, pairs: Sequence[Pair], texts: Texts) -> None:
+    """Report perplexities, of all texts and of those with all words, and compare the latter.
+
+    Lookahead is compared with a method on the pairs for which that method has texts with all words.
+    Later tokens of a text are more probable, and answers to a prompt are short: their first tokens
+    are therefore compared, too.
+    """
+    complete = {
+        name: [
+            [one for one in row if not missing_words(one.text, pair.words)]
+            for row, pair in zip(rows, pairs, strict=True)
+        ]
+        for name, rows in texts.items()
+    }
+    for name in texts:
+        for label, rows in ((name, texts[name]), (f"{name}, {COMPLETE}", complete[name])):
+            means = by_concept(mean_score([[one] for one in mean_losses(rows)]), pairs)
+            value = Interval(*(exp(bound) for bound in interval(means)))
+            add(report, f"{prefix}{label}: perplexity", value, "")
+    for name in texts:
+        for most, label in ((None, COMPLETE), (FIRST, f"{COMPLETE}, first {FIRST} tokens")):
+            if name == LOOKAHEAD or (most and not name.startswith(PROMPTING)):
+                continue
+            ours, theirs = (mean_losses(complete[one], most) for one in (LOOKAHEAD, name))
+            difference = compare_losses(ours, theirs, pairs)
             if isnan(difference.value):  # no text has all words
                 continue
             percent = Interval(*(100 * (exp(bound) - 1) for bound in difference))
-            label = f"{prefix}{LOOKAHEAD} against {name}: perplexity"
-            goal = 15.0 if name.endswith("texts with all words") else None
+            goal = 15.0 if name == PROMPTING and most is None else None
+            label = f"{prefix}{LOOKAHEAD} against {name}, {label}: perplexity"
             report.add(label, percent.value, "%", interval=percent[1:], at_most=goal)
+
+
+def compare_losses(
+    ours: Sequence[float | None], theirs: Sequence[float | None], pairs: Sequence[Pair]
+) -> Interval:
+    """Return the difference of mean losses on the pairs for which both are known."""
+    known = [None not in both for both in zip(ours, theirs, strict=True)]
+    measured = [
+        mean_score([[loss] if is_known else [] for loss, is_known in zip(one, known, strict=True)])
+        for one in (ours, theirs)
+    ]
+    first, second = (by_concept(one, pairs) for one in measured)
+    return change(first, second).difference
 
 
 def add(
@@ -243,11 +270,24 @@ def add(
     report.add(name, scale * value.value, unit, interval=bounds, at_least=at_least)
 
 
-def log_perplexity(rows: Sequence[Sequence[Written]]) -> Measurement:
-    """Compute the mean loss of all tokens, whose exponential is the perplexity."""
-    totals = [sum(sum(one.nats) for one in row) for row in rows]
-    counts = [sum(len(one.nats) for one in row) for row in rows]
-    return Measurement(np.array(totals, float), np.array(counts, float))
+def mean_losses(rows: Sequence[Sequence[Written]], most: int | None = None) -> list[float | None]:
+    """Compute the mean loss of the tokens of each pair, or of the first; None without tokens."""
+    means: list[float | None] = []
+    for row in rows:
+        losses = [loss for one in row for loss in one.nats[:most]]
+        means.append(sum(losses) / len(losses) if losses else None)
+    return means
+
+
+def by_concept(measured: Measurement, pairs: Sequence[Pair]) -> Measurement:
+    """Sum over the pairs of each concept, because they share what makes texts differ most."""
+    numbers = {words: number for number, words in enumerate({pair.words: 0 for pair in pairs})}
+    index = [numbers[pair.words] for pair in pairs]
+    totals, counts = (
+        np.bincount(index, weights=values).astype(float)
+        for values in (measured.totals, measured.counts)
+    )
+    return Measurement(totals, counts, measured.dropped)
 
 
 def positive_judge() -> Callable[[Sequence[str]], list[float]] | None:
@@ -281,7 +321,7 @@ def report_positive(
             pair.opening + one.text for pair, row in zip(pairs, rows, strict=True) for one in row
         ]
         found = iter(judge(whole))
-        scores[name] = mean_score([[next(found) for _ in row] for row in rows])
+        scores[name] = by_concept(mean_score([[next(found) for _ in row] for row in rows]), pairs)
         add(report, f"{size}: {name}: judge's mean", interval(scores[name]), "")
     ours = f"{LOOKAHEAD}, positive"
     for other in (LOOKAHEAD, f"{PROMPTING}, positive", BOTH_POSITIVE):
@@ -293,13 +333,12 @@ def report_second(
     report: Report, size: int, pairs: Sequence[Pair], texts: Texts, folder: Path, source: str
 ) -> None:
     """Report perplexities of the first text of some pairs under the second LM."""
-    nats = {}
+    scored = {}
     for name, rows in texts.items():
         chosen = [row[:1] for row in rows[:SECOND_TEXTS]]
-        nats[name] = log_perplexity(
-            score_second(folder / "second" / f"{name}.jsonl", size, pairs, chosen, source)
-        )
-    report_perplexities(report, f"{size}, second LM: ", nats)
+        file = folder / "second" / f"{name}.jsonl"
+        scored[name] = score_second(file, size, pairs, chosen, source)
+    report_perplexities(report, f"{size}, second LM: ", pairs[:SECOND_TEXTS], scored)
 
 
 def score_second(

@@ -56,9 +56,11 @@ def _by_meaning(file: str, label: str) -> Callable[[list[str]], list[float]]:
         model = LogisticRegression(C=10.0, max_iter=1000)
         model.fit(embed([str(row["text"]) for row in rows]), [int(row[label]) for row in rows])
         kept.parent.mkdir(parents=True, exist_ok=True)
-        _io.write_json(kept, [model.coef_[0].tolist(), float(model.intercept_[0])])
-    weights, bias = _io.read_json(kept)
-    return lambda texts: (1 / (1 + np.exp(-embed(texts) @ np.array(weights) - bias))).tolist()
+        found = {"weights": model.coef_[0].tolist(), "bias": float(model.intercept_[0])}
+        _io.write_json(kept, found)
+    known = _io.read_json(kept)
+    weights, bias = np.array(known["weights"]), known["bias"]
+    return lambda texts: (1 / (1 + np.exp(-embed(texts) @ weights - bias))).tolist()
 
 
 @cache

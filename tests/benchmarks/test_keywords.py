@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("sklearn", reason="needs the extra `evaluate`")
 
-from keyword_methods import words_grammar
+from foretrace.evaluate.metrics import Measurement
+from keyword_methods import Pair, words_grammar
 from keyword_texts import (
     CONCEPTS,
     Places,
@@ -19,6 +21,7 @@ from keyword_texts import (
     places,
     restore_texts,
 )
+from keywords import by_concept, compare_losses
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,15 @@ def test_kept_texts_are_restored_into_an_empty_folder(tmp_path: Path) -> None:
         assert TextFile(tmp_path / "again" / f"{name}.jsonl").read() == texts
     restore_texts(tmp_path / "kept.xz", tmp_path / "again")  # it has texts
     assert TextFile(tmp_path / "again" / "bare.jsonl").read() == texts
+
+
+def test_intervals_resample_concepts() -> None:
+    pairs = [Pair(("dog",), "a"), Pair(("cat",), "b"), Pair(("dog",), "c")]
+    summed = by_concept(Measurement(np.array([1.0, 2.0, 4.0]), np.array([1.0, 1.0, 0.0])), pairs)
+    assert summed.totals.tolist() == [5.0, 2.0]
+    assert summed.counts.tolist() == [1.0, 1.0]
+
+
+def test_losses_are_compared_where_both_are_known() -> None:
+    pairs = [Pair((word,), "a") for word in ("dog", "cat", "park")]
+    assert compare_losses([1.0, 2.0, 9.0], [2.0, 4.0, None], pairs).value == -1.5
