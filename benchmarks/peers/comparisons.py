@@ -12,12 +12,11 @@ from foretrace.evaluate.metrics import Interval, Measurement, Point, Scores
 from foretrace.evaluate.suite import METRICS, JudgePlan
 from peers.kept import KeptMethod, KeptTexts
 
-CURVE = "foretrace"
+CURVE, STRONG = "foretrace", "foretrace, strong"
 PERPLEXITY, EXCESS, PRICE = "perplexity", "excess cross-entropy", "price"
 COSTS = (PERPLEXITY, EXCESS, PRICE)
 AHEAD, BEHIND, WITHIN = "ahead", "behind", "within"
 BELOW, UNKNOWN = "below", "unknown"  # no comparison: the cost is too low, or not known
-COMPARED = (AHEAD, BEHIND, WITHIN)
 
 
 class Comparison(NamedTuple):
@@ -68,6 +67,22 @@ class Measured:
         verdict = AHEAD if low > 0 else BEHIND if high < 0 else WITHIN
         beyond = point.cost.value > max(one.cost.value for one in points)
         return Comparison(verdict, difference, beyond)
+
+    def compare_curve(self, judge: str, cost: str, curve: str) -> Comparison:
+        """Compare `foretrace, strong` with the best of a rival's curve that costs no more."""
+        values, costs = self.judges[judge], self.costs[cost]
+        names = [self.baseline, *(name for name, one in self.curves.items() if one == curve)]
+        if not {STRONG, *names} <= costs.keys():
+            return Comparison(UNKNOWN)
+        points = [Point(values[name], costs[name]) for name in names]
+        ours = Point(values[STRONG], costs[STRONG])
+        difference = metrics.at_equal_cost(ours, points, values[self.baseline].value)
+        if difference is None:
+            return Comparison(BELOW)
+        minus = Interval(-difference.value, -difference.high, -difference.low)
+        sign = 1 if ours.metric.value >= values[self.baseline].value else -1
+        low, high = sorted(sign * bound for bound in minus[1:])
+        return Comparison(AHEAD if low > 0 else BEHIND if high < 0 else WITHIN, minus)
 
 
 def measure(

@@ -11,7 +11,6 @@ from peers.comparisons import (
     AHEAD,
     BEHIND,
     BELOW,
-    COMPARED,
     COSTS,
     EXCESS,
     UNKNOWN,
@@ -90,8 +89,11 @@ def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
         "",
         f"{header['lm']}, an HMM of {header['hmm']['states']:,} states, prompts x continuations "
         f"of {sampling['max_new_tokens']} tokens: {sizes}. Top-p {sampling['top_p']:g}, seed "
-        f"{sampling['seed']}. Experts were trained on at most {header['texts of a side']:,} texts "
-        f"of a side. Brackets hold 95% confidence intervals, by resampling prompts; a "
+        f"{sampling['seed']}. The first {header['skip']:,} prompts are left out, because settings "
+        "of foretrace were chosen on them. Experts, LM-Steer, token bias and SASA have at most "
+        f"{header['texts of a side']:,} texts of a side, at random; control vectors have 1,000. "
+        "foretrace has all texts of the table, and 3,000 samples of the LM, which its fit draws. "
+        "Brackets hold 95% confidence intervals, by resampling prompts; a "
         "difference is paired by prompt.",
         "",
         "- **Perplexity** is that of the unsteered LM.",
@@ -106,16 +108,19 @@ def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
         "[Comparing methods](../guides/compare.md#methods-that-were-measured) says what the "
         "figures show.",
         "",
-        "## Two judges, three equal costs",
+        "## Several judges, three equal costs",
         "",
-        "Each suite has two judges of different origin. The second is by other people or of "
-        "another encoder and other texts. No judge saw what an attribute was fitted to.",
+        "Each suite has two or three judges. They differ in their encoder, in their texts, or in "
+        "whether they see words or embeddings alone. No judge saw what an attribute was fitted to.",
         "",
         "Every method is compared with the best point of foretrace's curve whose cost is not above "
         "the method's. The curve begins at bare and is linear between its points. Nothing is "
         "extrapolated: *below* says that the method costs less than the curve's points do, or that "
         "the resamples do not tell. A dagger (\u2020) says that the method costs more than all "
-        "points. It is then compared with the best point, and foretrace could go further.",
+        "points. It is then compared with the best point, and foretrace could go further. A second "
+        "table has the reverse: `strong` against the best point of each method's curve whose cost "
+        "is not above that of `strong`. With so many comparisons, one in twenty excludes 0 by "
+        "chance.",
         "",
         "A lower temperature lowers the perplexity of any method, and so does a filter. Equal "
         "perplexity therefore favours methods that lose entropy. We do not interpolate foretrace's "
@@ -149,7 +154,8 @@ def _suite_section(name: str, part: SuitePart, folder: Path) -> list[str]:
 def judges_and_summary(scored: Scored) -> list[str]:
     """Build the tables that depend on the judges."""
     measured = scored.measured
-    return [*_judge_table(scored), "", *_summary_table(measured), "", *_words(measured)]
+    parts = _judge_table(scored), _summary_table(measured), _curve_table(measured), _words(measured)
+    return [line for part in parts for line in (*part, "")][:-1]
 
 
 def _figure_name(part: SuitePart, judge: str) -> str:
@@ -188,8 +194,8 @@ def _judge_table(scored: Scored) -> list[str]:
     return [
         *lines,
         "",
-        f"The rank correlation of both judges is {texts:.2f} over the {count:,} texts of all "
-        f"methods, and {methods:.2f} over the methods.",
+        f"The rank correlation of the first two judges is {texts:.2f} over the {count:,} texts of "
+        f"all methods, and {methods:.2f} over the methods.",
     ]
 
 
@@ -209,6 +215,26 @@ def _summary_table(measured: Measured) -> list[str]:
     return lines
 
 
+def _curve_table(measured: Measured) -> list[str]:
+    """Build the table of `strong` against every curve."""
+    columns = [f"{judge}: {_short(cost)}" for judge in measured.judges for cost in COSTS]
+    curves = dict.fromkeys(measured.curves[rival] for rival in measured.rivals)
+    lines = [
+        "`strong` against the best point of each curve that costs no more. The number is the "
+        "metric of `strong` minus that of the curve.",
+        "",
+        *table_head("curve", *columns),
+    ]
+    for curve in filter(None, curves):
+        found = [
+            measured.compare_curve(judge, cost, curve)
+            for judge in measured.judges
+            for cost in COSTS
+        ]
+        lines.append(table_row(curve, *map(_format_comparison, found)))
+    return lines
+
+
 def _short(cost: str) -> str:
     return "excess" if cost == EXCESS else cost
 
@@ -224,18 +250,18 @@ def _format_comparison(comparison: Comparison) -> str:
 
 
 def _words(measured: Measured) -> list[str]:
-    """List the methods on which both judges give one verdict at every cost."""
+    """List the methods on which all judges give one verdict at every cost that is known."""
     names = {
-        AHEAD: "foretrace is ahead by both judges, wherever there is a comparison",
-        BEHIND: "foretrace is behind by both judges, wherever there is a comparison",
-        WITHIN: "Within the interval of foretrace, wherever there is a comparison",
+        AHEAD: "foretrace is ahead by all judges at every cost that is known",
+        BEHIND: "foretrace is behind by all judges at every cost that is known",
+        WITHIN: "Within the interval of foretrace by all judges at every cost that is known",
         BELOW: "There is no comparison",
         "": "It depends on the judge or the cost",
     }
     groups: dict[str, list[str]] = {kind: [] for kind in names}
     for rival in measured.rivals:
-        found = {one.verdict for one in verdicts(measured, rival)} & set(COMPARED)
-        kind = BELOW if not found else found.pop() if len(found) == 1 else ""
+        found = {one.verdict for one in verdicts(measured, rival)} - {UNKNOWN}
+        kind = found.pop() if len(found) == 1 else ""
         groups[kind].append(rival)
     return [f"- {names[kind]}: {'; '.join(rivals)}." for kind, rivals in groups.items() if rivals]
 

@@ -50,7 +50,7 @@ SIZES = Sizes(
 def test_every_suite_has_every_method_as_a_curve(name: str) -> None:
     suite = load_suite(PROJECT / "benchmarks" / "peers" / f"{name}.yaml")
     assert (suite.continuations, suite.max_new_tokens) == (25 if name == "detox-hard" else 10, 20)
-    assert len(suite.judges) == 2
+    assert len(suite.judges) == (2 if name == "politics" else 3)
     assert set(suite.judges) <= set(judges.ABOUT)
     curves: dict[str, list[MethodPlan]] = {}
     for method, plan in suite.methods.items():
@@ -194,7 +194,7 @@ def test_every_cost_has_its_own_verdict(kept: KeptTexts) -> None:
 
 def test_the_page_has_every_part(kept: KeptTexts, tmp_path: Path) -> None:
     made = Made("control vector", "nontoxic", 61.2, 2000)
-    facts = {"made": [made._asdict()], "texts of a side": 5000, "sizes": asdict(SIZES)}
+    facts = {"made": [made._asdict()], "texts of a side": 5000, "skip": 200, "sizes": asdict(SIZES)}
     facts["instruction tokens"] = 20
     file = judged(kept).record(**facts).write(tmp_path / "generations")
     text = write(tmp_path).read_text()
@@ -202,9 +202,11 @@ def test_the_page_has_every_part(kept: KeptTexts, tmp_path: Path) -> None:
     assert "| DExperts, 1 | below | **ahead**\u2020 -0.100 [-0.100, -0.100] | **behind** " in text
     assert "**behind**\u2020 +0.100" in text
     assert "- It depends on the judge or the cost: DExperts, 1." in text
-    assert "rank correlation of both judges is 1.00 over the 36 texts" in text
+    assert "rank correlation of the first two judges is 1.00 over the 36 texts" in text
     assert "| control vector | nontoxic | 2,000 | 61.2 |" in text
     assert "at most 5,000 texts of a side" in text
+    assert "The first 200 prompts are left out" in text
+    assert "| DExperts | **ahead** -0.100 [-0.100, -0.100] | " in text
     assert "- **GeDi**: " in text
     image = tmp_path / "peers-detox-hard.png"
     assert image.read_bytes().startswith(b"\x89PNG")

@@ -26,7 +26,7 @@ THRESHOLD = 0.5  # a continuation with a score above it has the attribute
 MAX_PERPLEXITY = 10_000.0  # continuations at or above it are dropped, as the field does
 NUM_RESAMPLES = 2_000
 MIN_FINITE_SHARE = 0.99  # of resampled values, below which there is no interval
-MIN_COMPARABLE_SHARE = 0.95  # of resamples in which a curve reaches down to a rival's cost
+MIN_COMPARABLE_SHARE = 0.975  # of resamples in which a curve reaches down to a rival's cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,7 +320,8 @@ def at_equal_cost(
 
     Returns:
         The curve's best metric minus the rival's, or None if the whole curve has a higher cost
-        than the rival, also if this is so in more than 5% of the resamples.
+        than the rival, also if this is so in more than 2.5% of the resamples. Up to that share,
+        they count as the worst for the curve.
 
     Example:
         >>> from foretrace.evaluate.metrics import Point, at_equal_cost, mean_score
@@ -341,7 +342,9 @@ def at_equal_cost(
     gain = sign * (best - metrics[0])
     if not np.isfinite(gain[0]) or np.isfinite(gain[1:]).mean() < MIN_COMPARABLE_SHARE:
         return None
-    return _interval(float(gain[0]), gain[1:])
+    low = np.quantile(gain[1:], 0.025, method="higher")  # no mean with a resample that is infinite
+    high = np.quantile(gain[1:], 0.975, method="lower")
+    return Interval(float(gain[0]), float(low), float(high))
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
