@@ -23,7 +23,8 @@ def read_sides(plan: AttributePlan, data: str | os.PathLike[str], most: int = MO
     The clearest texts of a table, or its ends, may differ in source and date more than in the
     attribute.
     """
-    with_it, without = [], []
+    with_it: list[str] = []
+    without: list[str] = []
     for row in plan.rows(data):
         score = to_score(row[str(plan.score)], plan.equals)
         if score != 0.5:
