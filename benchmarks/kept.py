@@ -18,12 +18,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -31,6 +30,7 @@ from torch import Tensor
 
 import foretrace as ft
 from drift import TEMPLATES, Texts, fit_with_groups, measure_drift, measure_people
+from foretrace.evaluate import Plugin
 from foretrace.evaluate.metrics import change, interval, mean_score
 from foretrace.evaluate.preparation import goal_checksum
 from foretrace.evaluate.suite import load_suite
@@ -47,7 +47,7 @@ from small_lm import HORIZON, SmallLM
 
 PEERS = Path(__file__).parent / "peers"
 SUITES = {"nontoxic": "detox-hard", "positive": "sentiment", "political": "politics"}
-COEFFICIENTS = (0.1, 0.2)  # whose control is nearest to that of `medium` and `strong`, in peers.md
+COEFFICIENTS = (0.1, 0.2)
 SIDE = 1000  # texts of each side that pairs are drawn from, the clearest
 LEVELS = ("medium", "strong")
 
@@ -146,9 +146,9 @@ def measure_peers(small: SmallLM, size: Size, asked: Sequence[Question], report:
         answer = partial(answer_after, small, first, template=instruction)
         prompted = ask(f"{name}, prompting", asked, answer, instruction)
         add_method(report, f"{name}, prompting", Answered.collect(prompted), bare)
-    for name, active in control(small, size):
-        with active:
-            controlled = ask(name, asked, partial(answer_after, small, first), size.pairs)
+    for name, plugin in control(small, size):
+        with plugin.active():
+            controlled = ask(name, asked, partial(answer_after, small, first), plugin.identity)
         add_method(report, name, Answered.collect(controlled), bare)
 
 
@@ -232,8 +232,8 @@ def add_method(report: Report, name: str, method: Answered, bare: Answered) -> N
     report.add(f"{name}: price at the answer", fmean(method.prices), "nats")
 
 
-def control(small: SmallLM, size: Size) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-    """Yield control vectors: a name, and the context in which the LM is controlled."""
+def control(small: SmallLM, size: Size) -> Iterator[tuple[str, Plugin]]:
+    """Yield control vectors: a name, and what is active while the LM is controlled."""
     for name in size.vectors:
         plan = load_suite(PEERS / f"{SUITES[name]}.yaml").attributes[name]
         file = part(name, control_vectors.VECTOR)
@@ -243,7 +243,7 @@ def control(small: SmallLM, size: Size) -> Iterator[tuple[str, AbstractContextMa
             plugin = control_vectors.build(
                 small.lm, small.tokenizer, attribute=name, coefficient=coefficient
             )
-            yield f"{name}, control vector {coefficient}", plugin.active()
+            yield f"{name}, control vector {coefficient}", plugin
 
 
 if __name__ == "__main__":

@@ -89,11 +89,6 @@ class Method(NamedTuple):
     instruction: str = "{prompt}"
     coefficient: float | None = None
 
-    @property
-    def changes_logits_alone(self) -> bool:
-        """Whether the loop that samples knows the probabilities of the bare LM."""
-        return self.instruction == "{prompt}" and self.coefficient is None
-
 
 class KeptRuns(SteeredRuns):
     """Steered runs that keep their prices in a file."""
@@ -294,11 +289,9 @@ class SecondLM:
             decode_after(self.tokenizer, ids, one.tokens)
             for ids, one in zip(runs.prompts, drawn, strict=True)
         ]
-        losses: list[float | None] = [one.nats / len(one.tokens) for one in drawn]
         parts = [slice(first, first + copies) for first in range(0, len(texts), copies)]
-        if not method.changes_logits_alone:
-            nats = token_nll(self.lm, self.encode, prompts, [texts[part] for part in parts])
-            losses = [sum(one) / len(one) if one else None for row in nats for one in row]
+        nats = token_nll(self.lm, self.encode, prompts, [texts[part] for part in parts])
+        losses = [sum(one) / len(one) if one else None for row in nats for one in row]
         return [
             {
                 "prompt": prompt,
