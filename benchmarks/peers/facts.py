@@ -16,8 +16,8 @@ class Facts(NamedTuple):
 
 FACTS = {
     "foretrace": Facts(
-        "the LM's logits; an HMM of the LM, distilled once; scored texts",
-        "1 pass of the LM, and products with the HMM's tables",
+        "the LM's logits; scored texts; to look ahead, an HMM of the LM",
+        "1 pass of the LM, and products with the HMM's tables if there is one",
         "yes: one attribute by the algebra of expressions, with one table",
     ),
     "prompting": Facts(
