@@ -64,7 +64,8 @@ class Row:
         unknown = [token for token in stops if token >= known]
         possible = steered.clone()
         steered[unknown] = -inf
-        if any(
+        is_required = any(self._min_tokens(one, 0) > 0 for one, _ in self.factors)
+        if not is_required and any(
             attribute.context is not None or any(one.first_only for one in attribute.evidence)
             for attribute, _ in self.factors
         ):

@@ -72,6 +72,7 @@ def mixed_rows() -> dict[str, tuple[list[Goal], list[int]]]:
         "sum": ([Goal(known["all"] & calm, 1.0)], []),
         "constraint": ([Goal(known["must"] & kind, 1.0)], [0, 1]),
         "strong": ([Goal(strong, 1.0)], []),
+        "limited": ([Goal(kind, 9.0)], []),
         "ends are steered": ([Goal(calm, 1.0, neutral_end=False)], [1]),
         "in the window": ([Goal(kind, 1.0, window=2)], [0]),
         "after the window": ([Goal(kind, 1.0, window=2)], [0, 1]),

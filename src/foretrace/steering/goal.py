@@ -217,8 +217,12 @@ class CompiledGoal:
 
         Additive rewards can pay for any token. Products of weights up to 1 only avoid tokens, which
         costs as much as the language model's probability of them demands. Rewards that do not count
-        once are not limited, unless they depend on the context: steering by them is exact.
+        once are not limited, unless they depend on the context: steering by them is exact. Required
+        text is not limited either: with a limit, it would come only where nothing else is allowed,
+        at the end.
         """
+        if any(one.lookahead.requires_text for one in self.factors):
+            return inf
         return MAX_REWARD_PRICE if self.has_first_only or self.has_context else inf
 
     @cached_property
