@@ -279,7 +279,8 @@ def test_bounds_are_not_below_the_sizes(expression: str) -> None:
     try:
         goals = params.goals[0].goals(loaded, lambda one: LETTERS.contains(one))
     except InvalidInputError as error:
-        assert "The goals contradict each other" in str(error)
+        if "The goals contradict each other" not in str(error):
+            raise
         return
     ((attribute, _),) = Compiler(hmm, HORIZON).merge(goals)
     assert len(attribute.terms) <= 16
