@@ -58,7 +58,7 @@ def test_every_suite_has_every_method_as_a_curve(name: str) -> None:
             assert plan.curve is not None
             curves.setdefault(plan.curve, []).append(plan)
     assert set(curves) == {*FACTS, *VARIANTS}
-    for curve in ("foretrace", "control vector", "LM-Steer", "SASA", "DExperts"):
+    for curve in ("foretrace", "control vector", "LM-Steer", "DExperts"):
         assert len(curves[curve]) >= 3
     assert all(len(plans) <= 3 for curve, plans in curves.items() if curve != "foretrace")
     attribute = next(iter(suite.attributes))
