@@ -48,7 +48,7 @@ from small_lm import HORIZON, SmallLM
 PEERS = Path(__file__).parent / "peers"
 SUITES = {"nontoxic": "detox-hard", "positive": "sentiment", "political": "politics"}
 COEFFICIENTS = (0.1, 0.2)
-SIDE = 1000  # texts of each side that pairs are drawn from, the clearest
+SIDE = 1000  # texts of each side that pairs are drawn from
 LEVELS = ("medium", "strong")
 
 

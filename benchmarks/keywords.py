@@ -189,7 +189,7 @@ def ends_with_word(texts: Sequence[Written], pair: Pair) -> list[float | None]:
 
 
 FIGURES: Mapping[str, tuple[Figure, float, str]] = {
-    "texts with all words": (covered, 100, "%"),
+    COMPLETE: (covered, 100, "%"),
     "first word after": (partial(place_of, "first"), 1, "words"),
     "last word after": (partial(place_of, "last"), 1, "words"),
     "text ends with a required word": (ends_with_word, 100, "%"),
@@ -201,7 +201,7 @@ def report_words(report: Report, size: int, pairs: Sequence[Pair], texts: Texts)
     for name, rows in texts.items():
         for figure, (measure, scale, unit) in FIGURES.items():
             found = mean_score([list(measure(*one)) for one in zip(rows, pairs, strict=True)])
-            goal = 100 if "lookahead" in name and figure == "texts with all words" else None
+            goal = 100 if "lookahead" in name and figure == COMPLETE else None
             value = interval(by_concept(found, pairs))
             add(report, f"{size}: {name}: {figure}", value, unit, scale, goal)
         repetition = distinct([[one.text for one in row] for row in rows], 3)

@@ -63,10 +63,8 @@ class Measured:
         if difference is None:
             return Comparison(BELOW)
         sign = 1 if sum(one.metric.value - baseline for one in points) >= 0 else -1
-        low, high = sorted(sign * bound for bound in difference[1:])
-        verdict = AHEAD if low > 0 else BEHIND if high < 0 else WITHIN
         beyond = point.cost.value > max(one.cost.value for one in points)
-        return Comparison(verdict, difference, beyond)
+        return Comparison(_verdict(difference, sign), difference, beyond)
 
     def compare_curve(self, judge: str, cost: str, curve: str) -> Comparison:
         """Compare `foretrace, strong` with the best of a rival's curve that costs no more."""
@@ -81,8 +79,13 @@ class Measured:
             return Comparison(BELOW)
         minus = Interval(-difference.value, -difference.high, -difference.low)
         sign = 1 if ours.metric.value >= values[self.baseline].value else -1
-        low, high = sorted(sign * bound for bound in minus[1:])
-        return Comparison(AHEAD if low > 0 else BEHIND if high < 0 else WITHIN, minus)
+        return Comparison(_verdict(minus, sign), minus)
+
+
+def _verdict(difference: Interval, sign: int) -> str:
+    """Return which side a difference is on, where a larger metric times `sign` is better."""
+    low, high = sorted(sign * bound for bound in difference[1:])
+    return AHEAD if low > 0 else BEHIND if high < 0 else WITHIN
 
 
 def measure(

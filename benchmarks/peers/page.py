@@ -201,12 +201,11 @@ def _judge_table(scored: Scored) -> list[str]:
 
 def _summary_table(measured: Measured) -> list[str]:
     """Build the table of foretrace against every method: every judge at every equal cost."""
-    columns = [f"{judge}: {_short(cost)}" for judge in measured.judges for cost in COSTS]
     lines = [
         "foretrace is ahead, behind, or within the interval, at equal perplexity, excess and "
         "price. The number is the metric of foretrace minus that of the method.",
         "",
-        *table_head("method", *columns),
+        *table_head("method", *_comparison_columns(measured)),
     ]
     lines += [
         table_row(rival, *map(_format_comparison, verdicts(measured, rival)))
@@ -217,13 +216,12 @@ def _summary_table(measured: Measured) -> list[str]:
 
 def _curve_table(measured: Measured) -> list[str]:
     """Build the table of `strong` against every curve."""
-    columns = [f"{judge}: {_short(cost)}" for judge in measured.judges for cost in COSTS]
     curves = dict.fromkeys(measured.curves[rival] for rival in measured.rivals)
     lines = [
         "`strong` against the best point of each curve that costs no more. The number is the "
         "metric of `strong` minus that of the curve.",
         "",
-        *table_head("curve", *columns),
+        *table_head("curve", *_comparison_columns(measured)),
     ]
     for curve in filter(None, curves):
         found = [
@@ -233,6 +231,10 @@ def _curve_table(measured: Measured) -> list[str]:
         ]
         lines.append(table_row(curve, *map(_format_comparison, found)))
     return lines
+
+
+def _comparison_columns(measured: Measured) -> list[str]:
+    return [f"{judge}: {_short(cost)}" for judge in measured.judges for cost in COSTS]
 
 
 def _short(cost: str) -> str:

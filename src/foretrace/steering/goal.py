@@ -194,7 +194,7 @@ class CompiledGoal:
     def __post_init__(self) -> None:
         require_single_constraint(sum(one.lookahead.has_constraint for one in self.factors))
         if self.window.ends_at_marker:
-            require_no_text(any(one.lookahead.requires_text for one in self.factors))
+            require_no_text(self.requires_text)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompiledGoal":
         """Return the goal itself: it does not change, and its tables are large."""
@@ -221,9 +221,14 @@ class CompiledGoal:
         text is not limited either: with a limit, it would come only where nothing else is allowed,
         at the end.
         """
-        if any(one.lookahead.requires_text for one in self.factors):
+        if self.requires_text:
             return inf
         return MAX_REWARD_PRICE if self.has_first_only or self.has_context else inf
+
+    @cached_property
+    def requires_text(self) -> bool:
+        """Whether a factor requires text."""
+        return any(one.lookahead.requires_text for one in self.factors)
 
     @cached_property
     def has_first_only(self) -> bool:
