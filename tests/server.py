@@ -38,13 +38,13 @@ class RealServer(NamedTuple):
 
     def leases(self) -> int:
         """Count the descriptors of tables that the server's process holds open."""
-        port = self.address.rpartition(":")[2]
+        port, store = self.address.rpartition(":")[2], self.tables / f"foretrace-{os.getuid()}"
         count = 0
         for process in Path("/proc").iterdir():
             with suppress(OSError):
                 if f"--port\0{port}\0" in (process / "cmdline").read_text():
                     files = [link.readlink() for link in (process / "fd").iterdir()]
-                    count += sum(file.is_relative_to(self.tables) for file in files)
+                    count += sum(file.is_relative_to(store) for file in files)
         return count
 
 
