@@ -32,19 +32,24 @@ class RealServer(NamedTuple):
     tables: Path
     log: Path
 
+    @property
+    def store(self) -> Path:
+        """The folder of tables and markers."""
+        return self.tables / f"foretrace-{os.getuid()}"
+
     def built(self) -> set[str]:
         """List the tables and markers on disk."""
-        return {path.parent.name for path in self.tables.rglob("*") if path.is_file()}
+        return {path.parent.name for path in self.store.rglob("*") if path.is_file()}
 
     def leases(self) -> int:
         """Count the descriptors of tables that the server's process holds open."""
-        port, store = self.address.rpartition(":")[2], self.tables / f"foretrace-{os.getuid()}"
+        port = self.address.rpartition(":")[2]
         count = 0
         for process in Path("/proc").iterdir():
             with suppress(OSError):
                 if f"--port\0{port}\0" in (process / "cmdline").read_text():
                     files = [link.readlink() for link in (process / "fd").iterdir()]
-                    count += sum(file.is_relative_to(store) for file in files)
+                    count += sum(file.is_relative_to(self.store) for file in files)
         return count
 
 

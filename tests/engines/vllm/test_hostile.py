@@ -223,7 +223,7 @@ def test_a_large_body_is_refused_at_once(real_server: RealServer, declared: bool
 
 def test_a_disk_that_is_full_is_the_servers_fault(real_server: RealServer) -> None:
     """HTTP 503, and nothing is left behind; the folder is a file meanwhile."""
-    (folder,) = real_server.tables.iterdir()
+    folder = real_server.store
     hidden = folder.with_name("hidden")
     folder.rename(hidden)
     folder.write_bytes(b"")
