@@ -14,7 +14,7 @@ from foretrace.attribute import Attribute
 from foretrace.errors import InvalidInputError, TokenizerMismatchError
 from foretrace.hmm import HMM, HMMConfig
 from foretrace.lookahead import Lookahead
-from foretrace.lookahead.tables import BELIEF_STEPS, REQUIRED_POWER
+from foretrace.lookahead.tables import BELIEF_STEPS
 from tiny import FORMS, TOKENS, all_texts, dense_tables, path_probabilities, tiny_hmm
 from tiny_attributes import SPELLED, WEIGHTS, attributes
 
@@ -53,39 +53,33 @@ def test_eap_equals_enumeration(form: str, name: str, prefix: tuple[int, ...]) -
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("remaining", [0, 1, 3])
-def test_required_text_is_brought_forward_while_it_is_missing(form: str, remaining: int) -> None:
-    """After each next token, the power applies to an enumeration over the mean HMM state."""
+def test_the_probability_that_missing_text_comes_equals_enumeration(
+    form: str, remaining: int
+) -> None:
+    """After each next token, over the mean HMM state."""
     hmm, attribute = tiny_hmm(form), Attribute.contains("ab", SPELLED)
-    lookahead, prefix = Lookahead(hmm, attribute, 4), torch.tensor([1])
+    lookahead = Lookahead(hmm, attribute, 4).with_missing()
+    assert lookahead.terms.automaton is not None
     initial, transition, emission = dense_tables(hmm)
     beliefs = torch.stack([initial @ transition.matrix_power(t) for t in range(BELIEF_STEPS)])
     average = HMM(beliefs.mean(0) @ transition, transition, emission)
     later = all_texts(remaining).long()
     chances = path_probabilities(average, later)[1].sum(0)
-    expected = lookahead.eap(prefix, remaining)
-    for token in range(TOKENS - 1):  # the last token is the required text: it is not missing
+    for token in range(TOKENS):
         texts = torch.cat([torch.full((len(later), 1), token), later], 1)
         counted = ~torch.isin(texts, torch.tensor(hmm.config.eos_token_ids, dtype=torch.long))
-        chance = chances @ attribute.probability(texts, counted)
-        expected[token] *= chance ** (REQUIRED_POWER - 1)
-    torch.testing.assert_close(lookahead.hastened().eap(prefix, remaining), expected)
+        expected = chances @ attribute.probability(texts, counted)
+        state = lookahead.terms.automaton.dfa.step(torch.tensor(0), torch.tensor(token))
+        if expected == 0:  # the table itself is 0
+            continue
+        found = lookahead.tables.log_missing[remaining, 0, state].exp()
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["one", "all", "must not", "weighed or must"])
-def test_nothing_is_brought_forward_without_required_text(name: str) -> None:
+def test_nothing_is_missing_without_required_text(name: str) -> None:
     lookahead = Lookahead(tiny_hmm("dense"), attributes()[name], HORIZON)
-    assert lookahead.hastened().tables is lookahead.tables
-
-
-def test_nothing_changes_once_required_text_has_come() -> None:
-    hmm, generated = tiny_hmm("dense"), [0, 1, 0, 2, 1]  # it has come after the third token
-    lookahead = Lookahead(hmm, attributes()["must and must not"], HORIZON)
-    exact, hastened = (
-        list(one.log_eap_along(hmm.initial[None], generated, len(generated)))
-        for one in (lookahead, lookahead.hastened())
-    )
-    same = [torch.equal(*pair) for pair in zip(exact, hastened, strict=True)]
-    assert same == [False, False, False, True, True]
+    assert lookahead.with_missing().tables is lookahead.tables
 
 
 def test_more_remaining_tokens_than_the_horizon_use_the_horizon() -> None:

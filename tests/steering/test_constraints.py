@@ -6,7 +6,9 @@ import torch
 from foretrace.attribute import Attribute
 from foretrace.engines.prefix_tracker import PrefixTracker
 from foretrace.hmm import HMM
+from foretrace.lookahead import Lookahead
 from foretrace.steering import CompiledGoal, Compiler, Goal, Marker, Request
+from foretrace.steering.goal import REQUESTED_POWER, REQUIRED_POWER
 from goals import compiled, plain_goal, reweighted, steer
 from steering.test_exactness import first_steered
 from tiny import TOKENS, tiny_hmm
@@ -66,6 +68,37 @@ def test_every_text_of_positive_probability_has_the_required_text() -> None:
     has_it = [b"aba" in b"".join(SPELLED[token] for token in text) for text in texts]
     assert len(texts) > 100
     assert all(has_it)
+
+
+@pytest.mark.parametrize("name", ["must", "must and must not", "weighed and must"])
+@pytest.mark.parametrize(
+    ("prompt", "power"), [((1,), REQUIRED_POWER), ((1, 0, 1, 0, 2), REQUESTED_POWER)]
+)
+def test_missing_text_counts_more_unless_the_prompt_has_it(
+    name: str, prompt: tuple[int, ...], power: float
+) -> None:
+    """The EAP is multiplied by a power of the probability that the text comes, on average."""
+    hmm, attribute, remaining = tiny_hmm("dense"), attributes()[name], 4
+    request = Request(plain_goal(hmm, attribute, 64), prompt, remaining + 1)
+    assert request.required_power == power
+    lookahead = Lookahead(hmm, attribute, 64).with_missing()
+    automaton = lookahead.terms.automaton
+    assert automaton is not None
+    states = automaton.dfa.step(torch.zeros(TOKENS).long(), torch.arange(TOKENS))
+    expected = lookahead.eap(prompt, remaining).log()
+    expected += (power - 1) * lookahead.tables.log_missing[remaining, 0, states]
+    logits = torch.zeros(1, TOKENS, dtype=torch.float64)
+    steered = steer(hmm, [request], [[]], logits)[0]
+    torch.testing.assert_close(steered.softmax(-1), expected.softmax(-1))
+
+
+def test_a_prompt_has_required_text_whatever_else_it_has() -> None:
+    """Forbidden texts, and tokens outside the vocabulary, are skipped."""
+    hmm, must_not = tiny_hmm("dense"), ~Attribute.contains("bb", SPELLED)
+    goal = plain_goal(hmm, Attribute.contains("aba", SPELLED) & must_not, 8)
+    a, b = SPELLED.index(b"a"), SPELLED.index(b"b")
+    assert goal.has_required([b, b, TOKENS, a, b, a])
+    assert not goal.has_required([a, b, b])
 
 
 def test_a_sequence_that_cannot_continue_ends() -> None:

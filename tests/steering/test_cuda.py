@@ -56,7 +56,7 @@ ATTRIBUTES = {
     "union": union,
     "constrained": constrained,
 }
-LIMITS = {"product": 94, "rewards": 150, "context": 190, "union": 121, "constrained": 281}
+LIMITS = {"product": 94, "rewards": 150, "context": 190, "union": 121, "constrained": 284}
 
 
 def steering_of(

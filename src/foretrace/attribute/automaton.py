@@ -230,6 +230,16 @@ class WeightedAutomaton:
         min_tokens = self.min_tokens(vocab_size)
         return bool(((min_tokens > 0) & (min_tokens < UNREACHABLE)).any())
 
+    def has_required(self, tokens: Sequence[int], vocab_size: int) -> bool:
+        """Return whether a text has what is required. Tokens that are forbidden are skipped."""
+        needed, transitions = self.min_tokens(vocab_size).tolist(), self.dfa.transitions.tolist()
+        known = [token for token in tokens if token < vocab_size]
+        state = 0
+        for token_class in self.dfa.class_of(torch.tensor(known, dtype=torch.long)).tolist():
+            after = transitions[state][token_class]
+            state = after if needed[after] < UNREACHABLE else state
+        return bool(needed[state] == 0)
+
     def minimized(self) -> Self | None:
         """Return the smallest equivalent automaton; None if all texts have the same weights."""
         if not len(self.final_weights):

@@ -20,7 +20,7 @@ from foretrace.lookahead.kernels import (
     log_eap_,
     scale_terms,
 )
-from foretrace.lookahead.tables import Tables, build_tables, hastened
+from foretrace.lookahead.tables import Tables, build_tables, with_missing
 from foretrace.vocabulary import require_same_fingerprint
 
 MIN_LOG_WEIGHT = -1e4  # stands for log 0, in the range of float16
@@ -108,9 +108,9 @@ class Lookahead:
         """Return the lookahead itself: it does not change, and its tables are large."""
         return self
 
-    def hastened(self) -> "Lookahead":
-        """Return a lookahead for steering, which brings required text forward."""
-        tables = hastened(self.hmm, self.terms, self.tables)
+    def with_missing(self) -> "Lookahead":
+        """Return a lookahead for steering that brings required text forward where it is needed."""
+        tables = with_missing(self.hmm, self.terms, self.tables)
         return Lookahead(self.hmm, self.attribute, self.horizon, tables=tables)
 
     @property
@@ -249,7 +249,7 @@ class Lookahead:
         coefficients = self.terms.coefficients.to(predicted.device)
         is_single = self.kind == EapKind.LOGARITHMIC
         log_coefficients = coefficients.log() if is_single else torch.zeros_like(coefficients)
-        values, log_scales = (part[remaining, :, target] for part in self.tables)
+        values, log_scales, _ = (part[remaining, :, target] for part in self.tables)
         terms = scale_terms(
             [group],
             goals,

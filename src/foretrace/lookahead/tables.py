@@ -8,7 +8,6 @@ from torch import Tensor
 from foretrace.attribute.terms import Terms
 from foretrace.hmm import HMM
 
-REQUIRED_POWER = 1.3  # 25% of words come last, and 64% with 1: benchmarks/placement.py
 BELIEF_STEPS = 64  # tokens over which the HMM's states are averaged
 LOG_ZERO = -1e30  # stands for log 0; it is finite, so that differences are not NaN
 
@@ -26,11 +25,14 @@ class Tables(NamedTuple):
 
     values: Tensor  # (horizon + 1, K, Q, h)
     log_scales: Tensor  # (horizon + 1, K, Q) float64
+    # How probable it is that required text still comes, in logarithms: (horizon + 1, K, Q) float64.
+    # Steering counts it more or less than once. It is 0 where no text is missing.
+    log_missing: Tensor
 
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return self.values.nbytes + self.log_scales.nbytes
+        return sum(tensor.nbytes for tensor in self)
 
 
 class Successors(NamedTuple):
@@ -84,17 +86,14 @@ def build_tables(hmm: HMM, terms: Terms, horizon: int) -> Tables:
             values[remaining].clamp_max_(1.0)
         else:
             _rescale_(values[remaining], log_scales[remaining])
-    return Tables(values, log_scales)
+    return Tables(values, log_scales, torch.zeros_like(log_scales))
 
 
-def hastened(hmm: HMM, terms: Terms, tables: Tables) -> Tables:
-    """Return tables that bring required text forward.
+def with_missing(hmm: HMM, terms: Terms, tables: Tables) -> Tables:
+    """Return tables that know how probable it is that required text still comes.
 
-    The HMM expects a required text more often than the LM writes it in a given text, so that the LM
-    would postpone it to the end. While the text is missing, tables are multiplied by
-    (M[r, q] / max over q' of M[r, q']) ** (REQUIRED_POWER - 1), where M[r, q] is the expected
-    weight of r more tokens from the automaton state q, on average over HMM states. The ratio is
-    near the probability that the text still comes.
+    That is M[r, q] / max over q' of M[r, q'] while text is missing. M[r, q] is the expected weight
+    of r more tokens from the automaton state q, on average over HMM states.
     """
     automaton = terms.automaton
     if automaton is None or not automaton.requires_text(hmm.vocab_size):
@@ -111,7 +110,7 @@ def hastened(hmm: HMM, terms: Terms, tables: Tables) -> Tables:
     log_ratio = mean - mean.amax(1, keepdim=True).clamp_min(LOG_ZERO)
     missing = (automaton.min_tokens(hmm.vocab_size) > 0).to(hmm.device)
     log_ratio.masked_fill_(~missing | log_ratio.isneginf(), 0.0)
-    return Tables(tables.values, tables.log_scales + (REQUIRED_POWER - 1) * log_ratio[:, None])
+    return tables._replace(log_missing=log_ratio[:, None].expand_as(tables.log_scales).contiguous())
 
 
 class ExpectedWeights(NamedTuple):

@@ -144,6 +144,7 @@ class BatchIndex:
 
     rows: RowIndex
     max_price: Tensor | None  # (n, 1) float32: nats that a step may cost
+    required_power: Tensor | None  # (n,) float64: of the probability of required text, less 1
     stop_ids: Tensor | None  # (n, E) tokens that end a text, padded with the first; -1 for none
     neutral_ends: NeutralEnds | None
     first_only: Tensor | None  # (n, 1): row of the pool's rewards that count once
@@ -256,6 +257,7 @@ def build_index(
     return BatchIndex(
         rows=RowIndex(*transfer.integers(row_integers, len(RowIndex._fields))),
         max_price=_max_prices(rows, transfer),
+        required_power=_required_powers(rows, transfer),
         stop_ids=stops,
         neutral_ends=_neutral_ends(rows, stops, transfer),
         first_only=_first_only(rows, transfer),
@@ -361,6 +363,14 @@ def _neutral_ends(
     same = stops.unsqueeze(2) == stops.unsqueeze(1)
     is_copy = same.tril(-1).any(2)
     return NeutralEnds(stops.clamp_min(0), is_copy, is_neutral & (stops[:, :1] >= 0))
+
+
+def _required_powers(rows: Sequence[IndexedRow], transfer: Transfer) -> Tensor | None:
+    """Return the power of each row, less 1; None if no row has one: (n,)."""
+    powers = [row.request.required_power for row in rows]
+    if all(power is None for power in powers):
+        return None
+    return transfer.floats([(0.0 if power is None else power - 1,) for power in powers], 1)[0]
 
 
 def _max_prices(rows: Sequence[IndexedRow], transfer: Transfer) -> Tensor | None:

@@ -33,7 +33,7 @@ class Compiler:
         probe: The probe of the language model, for attributes with a context reward.
         memory: How many bytes of tables to keep. The least recently used are dropped first.
         exact: Whether required text has exactly its probability under the HMM. By default, a power
-            of it brings the text forward, since language models postpone it.
+            of it brings the text forward, unless the language model itself expects the text.
 
     Example:
         >>> compiler = ft.Compiler(hmm, horizon=8)
@@ -133,7 +133,7 @@ class Compiler:
             kept = self._kept.get(key)
             if not isinstance(kept, Lookahead):
                 kept = Lookahead(self.hmm, attribute, self.horizon)
-                kept = kept if self.exact else kept.hastened()
+                kept = kept if self.exact else kept.with_missing()
             return Factor(key, self._keep(key, kept), transform)
 
     def _window(self, goals: Iterable[Goal]) -> Window:

@@ -1,11 +1,13 @@
 """Goals: what is wanted, what it becomes for one HMM, and a sequence that is steered toward it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite
 from typing import NamedTuple
 
 from foretrace.attribute import Attribute, LogitAffine
+from foretrace.attribute.automaton import WeightedAutomaton
 from foretrace.context import Probe
 from foretrace.errors import InvalidInputError
 from foretrace.hmm import HMM
@@ -14,6 +16,9 @@ from foretrace.lookahead.levels import DEFAULT_LEVEL, MAX_REWARD_PRICE
 from foretrace.lookahead.lookahead import Lookahead
 from foretrace.steering.markers import Marker, Window, require_window
 
+# Powers of the probability that required text comes, from benchmarks/placement.py and keywords.py.
+REQUIRED_POWER = 1.3  # the LM postpones the text to the end
+REQUESTED_POWER = 0.3  # the prompt has the text, too: the LM writes it more often than the HMM says
 IDENTITY = LogitAffine()
 WHOLE_TEXT = Window()
 
@@ -108,6 +113,8 @@ class PooledLookahead:
     context: int = 0
     """The first of `rank` components of the context reward."""
     rank: int = 0
+    weighted: WeightedAutomaton | None = None
+    """The automaton, on the CPU."""
 
     @property
     def num_terms(self) -> int:
@@ -230,6 +237,15 @@ class CompiledGoal:
         """Whether a factor requires text."""
         return any(one.lookahead.requires_text for one in self.factors)
 
+    def has_required(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text has all texts that are required."""
+        automata = [
+            one.terms.automaton if isinstance(one, Lookahead) else one.weighted
+            for one in (factor.lookahead for factor in self.factors)
+        ]
+        vocab_size = self.hmm.vocab_size
+        return all(one.has_required(tokens, vocab_size) for one in automata if one is not None)
+
     @cached_property
     def has_first_only(self) -> bool:
         """Whether a factor has rewards that count once per text."""
@@ -287,6 +303,13 @@ class Request:
                 f"{limit} may be generated. Raise the limit, or the goal's window."
             )
 
+    @cached_property
+    def required_power(self) -> float | None:
+        """The power of the probability that required text comes; None if no text is required."""
+        if self.goal is None or not self.goal.requires_text:
+            return None
+        return REQUESTED_POWER if self.goal.has_required(self.prompt) else REQUIRED_POWER
+
     def with_goal(self, goal: CompiledGoal) -> "Request":
         """Return the same request for the same goal in another form."""
         return replace(self, goal=goal)
@@ -296,7 +319,10 @@ class Request:
         if self.goal is None or other.goal is None:
             return self.goal is other.goal
         mine, others = (
-            (one.limit, one.horizon, one.stop_ids, goal.factors, goal.window, goal.neutral_end)
+            (
+                (one.limit, one.horizon, one.stop_ids, one.required_power),
+                (goal.factors, goal.window, goal.neutral_end),
+            )
             for one, goal in ((self, self.goal), (other, other.goal))
         )
         return mine == others

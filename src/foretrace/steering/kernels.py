@@ -56,6 +56,21 @@ def _default_states(counters: SlotCounters, rows: AutomatonRows, pool: TablePool
     return torch.zeros_like(counters.num_generated).index_copy_(0, rows.rows, after)
 
 
+def _log_scales(table: Tensor, rows: Tensor, index: BatchIndex, pool: TablePool) -> Tensor:
+    """Return the log-scales of tables, with the power of required text: like `table`.
+
+    Args:
+        table: Rows of the pool's tables, (C,) or (C, D).
+        rows: The row of the index of each column, (C,) or (C, 1).
+        index: The index.
+        pool: The pool.
+    """
+    log_scales = pool.log_scales.data[table]
+    if index.required_power is None:
+        return log_scales
+    return log_scales.addcmul_(index.required_power[rows], pool.log_missing.data[table])
+
+
 @dataclass(frozen=True, eq=False)
 class ColumnValues:
     """Values of every column and goal that all tokens share: n rows, C columns, G goals."""
@@ -91,7 +106,7 @@ class ColumnValues:
             len(index.scale),
             index.coefficients,
             index.log_coefficients,
-            past + pool.log_scales.data[table],
+            past + _log_scales(table, columns.rows, index, pool),
         )
         return cls(predicted, weighted, weighted.sum(1, keepdim=True), terms)
 
@@ -217,7 +232,8 @@ class AutomatonStep:
         predicted = state.predicted[index.rows.slots[rows.rows]]
         weighted = pool.tables.data[table] * predicted[column_rows].unsqueeze(1)
         past = state.log_past.view(-1)[columns.past].clamp_min(MIN_LOG_PAST).unsqueeze(1)
-        term_scales = (past + pool.log_scales.data[table]).clamp_min_(LOG_ZERO)
+        scales = _log_scales(table, columns.rows.unsqueeze(1), index, pool)
+        term_scales = (past + scales).clamp_min_(LOG_ZERO)
         log_scale = _row_maximum(term_scales, column_rows, len(before))
         relative = (term_scales - log_scale[column_rows]).exp_()
         coefficients = index.coefficients[automata.columns].unsqueeze(1) * relative

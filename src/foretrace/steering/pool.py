@@ -58,6 +58,7 @@ class TablePool:
             it: their goals are never removed.
         tables: Backward tables, (rows, h).
         log_scales: Their scales, (rows,) float64.
+        log_missing: How probable it is that required text still comes, (rows,) float64.
         weights: Token weights in the form of the goal's kind, (rows, V).
         first_only: Rewards that count once, times -1: (rows, V + 1). Row 0 and the last column are
             zero.
@@ -81,6 +82,7 @@ class TablePool:
         device, dtype, vocab = hmm.device, hmm.initial.dtype, (hmm.vocab_size,)
         self.tables = Slab((hmm.num_states,), dtype, device)
         self.log_scales = Slab((), torch.float64, device)
+        self.log_missing = Slab((), torch.float64, device)
         self.weights = Slab(vocab, dtype, device)
         self.first_only = Slab((hmm.vocab_size + 1,), dtype, device)
         self.classes = Slab(vocab, torch.int16, device)
@@ -167,27 +169,6 @@ class TablePool:
         finally:
             self._release(keys)
 
-    def is_met(self, goal: CompiledGoal, tokens: Sequence[int]) -> bool:
-        """Return whether a text meets the constraint of a goal that `acquire` returned.
-
-        It copies the automaton from the device, and waits for it.
-        """
-        vocab = self.hmm.vocab_size
-        known = torch.tensor([token for token in tokens if token < vocab], dtype=torch.long)
-        for factor in goal.factors:
-            automaton = getattr(factor.lookahead, "automaton", None)
-            if automaton is None:
-                continue
-            classes = self.classes.data[automaton.classes, known.to(self.hmm.device)].tolist()
-            size, state = automaton.num_states * automaton.num_classes, 0
-            first = automaton.transitions
-            transitions = self.transitions.data[first : first + size].tolist()
-            for token_class in classes:
-                state = transitions[state * automaton.num_classes + token_class]
-            if int(self.min_tokens.data[automaton.states + state]) > 0:
-                return False
-        return True
-
     def listed(self, key: str) -> tuple[Tensor, EmissionSubset]:
         """Return the tokens that a goal's automaton lists, (M,), and their emission."""
         entry = self._entries[key]
@@ -233,7 +214,7 @@ class TablePool:
             self._remove(key)
 
     def _copy_lookahead(self, lookahead: Lookahead) -> _Entry:
-        values, log_scales = lookahead.tables
+        values, log_scales, log_missing = lookahead.tables
         reward, context = lookahead.attribute.context, self.context
         needs = [(self.tables, log_scales.numel()), (self.weights, len(lookahead.terms))]
         if reward is not None:
@@ -242,7 +223,8 @@ class TablePool:
         self._make_room(*needs)
         tables = self.tables.write(values.flatten(0, 2))
         scales = self.log_scales.write(log_scales.flatten())
-        assert scales == tables  # both slabs have the same history
+        missing = self.log_missing.write(log_missing.flatten())
+        assert tables == scales == missing  # these slabs have the same history
         weights = self.weights.write(lookahead.token_weights())
         rewards, automaton = lookahead.first_only, lookahead.terms.automaton
         first_only = 0
@@ -261,6 +243,7 @@ class TablePool:
             lookahead.requires_text,
             0 if reward is None or context is None else context.write(reward),
             0 if reward is None else len(reward),
+            automaton,
         )
         if automaton is None:
             return _Entry(pooled)
@@ -334,6 +317,7 @@ class TablePool:
             return
         self.tables.free(item.tables, item.num_tables)
         self.log_scales.free(item.tables, item.num_tables)
+        self.log_missing.free(item.tables, item.num_tables)
         self.weights.free(item.weights, item.num_terms)
         if item.first_only:
             self.first_only.free(item.first_only, 1)

@@ -144,7 +144,7 @@ class TableBuilder:
         ((attribute, _),) = self._compiler.merge(
             goal.goals(attributes, lambda operand: self._token_bytes().contains(operand))
         )
-        lookahead = Lookahead(self.hmm, attribute, self.horizon).hastened()
+        lookahead = Lookahead(self.hmm, attribute, self.horizon).with_missing()
         self.store.add_lookahead(key, lookahead)
         self.observe("build", perf_counter() - began)
 

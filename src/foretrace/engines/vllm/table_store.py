@@ -123,10 +123,14 @@ class TableStore:
         shape = (horizon + 1, len(attribute.terms), attribute.terms.num_states)
         # Copy: the file may be evicted while the tensors are used, and small mappings are many.
         values = _io.take_tensor(tensors, "values", (*shape, hmm.num_states), path).clone()
-        log_scales = _io.take_tensor(tensors, "log_scales", shape, path).clone()
-        if not bool(((values >= 0) & (values <= 1)).all() & log_scales.isfinite().all()):
+        logs = [
+            _io.take_tensor(tensors, name, shape, path).clone()
+            for name in ("log_scales", "log_missing")
+        ]
+        is_valid = ((values >= 0) & (values <= 1)).all()
+        if not all(map(bool, (is_valid, *(one.isfinite().all() for one in logs)))):
             raise self._damaged(key)
-        return Lookahead(hmm, attribute, horizon, tables=Tables(values, log_scales))
+        return Lookahead(hmm, attribute, horizon, tables=Tables(values, *logs))
 
     def add_lookahead(self, key: str, lookahead: Lookahead) -> None:
         """Store a lookahead; evict the least recently used entries that are not leased.
