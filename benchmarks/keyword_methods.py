@@ -258,13 +258,13 @@ def _any_case(word: str) -> str:
     return " ".join(f"[{letter.upper()}{letter.lower()}]" for letter in word)
 
 
-LOOKAHEAD, PROMPTING = "lookahead", "prompting"
-BOTH_POSITIVE = "prompting and lookahead, positive"
+LOOKAHEAD, PROMPTING, BOTH = "lookahead", "prompting", "prompting and lookahead"
+BOTH_POSITIVE = f"{BOTH}, positive"
 METHODS: Mapping[str, Callable[[Writer, Batch], Rows]] = {  # neighbours share goals and texts
     "bare": bare,
     "forced at the end": forced,
     LOOKAHEAD: lookahead,
-    "prompting and lookahead": prompting_and_lookahead,
+    BOTH: prompting_and_lookahead,
     PROMPTING: prompting,
     "token frequencies": frequencies,
     "3 tokens of lookahead": few_ahead(3),

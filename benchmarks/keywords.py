@@ -38,6 +38,7 @@ from foretrace.evaluate.suite import load_suite
 from foretrace.gguf import is_gguf, load_llama
 from harness import Report, options
 from keyword_methods import (
+    BOTH,
     BOTH_POSITIVE,
     EXAMPLES,
     LOOKAHEAD,
@@ -216,7 +217,7 @@ def report_perplexities(report: Report, prefix: str, pairs: Sequence[Pair], text
 
     Lookahead is compared with a method on the pairs for which that method has texts with all words.
     Later tokens of a text are more probable, and answers to a prompt are short: their first tokens
-    are therefore compared, too.
+    are therefore compared, too. Prompting with lookahead is compared with all texts of prompting.
     """
     complete = {
         name: [
@@ -235,26 +236,28 @@ def report_perplexities(report: Report, prefix: str, pairs: Sequence[Pair], text
             if name == LOOKAHEAD or (most and not name.startswith(PROMPTING)):
                 continue
             ours, theirs = (mean_losses(complete[one], most) for one in (LOOKAHEAD, name))
-            difference = compare_losses(ours, theirs, pairs)
-            if isnan(difference.value):  # no text has all words
+            percent = compare_losses(ours, theirs, pairs)
+            if isnan(percent.value):  # no text has all words
                 continue
-            percent = Interval(*(100 * (exp(bound) - 1) for bound in difference))
             goal = 15.0 if name == PROMPTING and most is None else None
             label = f"{prefix}{LOOKAHEAD} against {name}, {label}: perplexity"
             report.add(label, percent.value, "%", interval=percent[1:], at_most=goal)
+    percent = compare_losses(mean_losses(texts[BOTH]), mean_losses(texts[PROMPTING]), pairs)
+    label = f"{prefix}{BOTH} against {PROMPTING}, all texts: perplexity"
+    report.add(label, percent.value, "%", interval=percent[1:], at_most=15.0)
 
 
 def compare_losses(
     ours: Sequence[float | None], theirs: Sequence[float | None], pairs: Sequence[Pair]
 ) -> Interval:
-    """Return the difference of mean losses on the pairs for which both are known."""
+    """Return the change of the perplexity, in percent, on the pairs for which both are known."""
     known = [None not in both for both in zip(ours, theirs, strict=True)]
     measured = [
         mean_score([[loss] if is_known else [] for loss, is_known in zip(one, known, strict=True)])
         for one in (ours, theirs)
     ]
     first, second = (by_concept(one, pairs) for one in measured)
-    return change(first, second).difference
+    return Interval(*(100 * (exp(bound) - 1) for bound in change(first, second).difference))
 
 
 def add(

@@ -97,8 +97,11 @@ def test_a_prompt_has_required_text_whatever_else_it_has() -> None:
     hmm, must_not = tiny_hmm("dense"), ~Attribute.contains("bb", SPELLED)
     goal = plain_goal(hmm, Attribute.contains("aba", SPELLED) & must_not, 8)
     a, b = SPELLED.index(b"a"), SPELLED.index(b"b")
-    assert goal.has_required([b, b, TOKENS, a, b, a])
-    assert not goal.has_required([a, b, b])
+    text = [b, b, TOKENS, a, b, a]
+    assert goal.is_met(text, skips_forbidden=True)
+    assert goal.is_met(text[1:])
+    assert not goal.is_met(text)
+    assert not goal.is_met([a, b, b], skips_forbidden=True)
 
 
 def test_a_sequence_that_cannot_continue_ends() -> None:

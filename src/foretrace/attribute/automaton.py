@@ -230,14 +230,23 @@ class WeightedAutomaton:
         min_tokens = self.min_tokens(vocab_size)
         return bool(((min_tokens > 0) & (min_tokens < UNREACHABLE)).any())
 
-    def has_required(self, tokens: Sequence[int], vocab_size: int) -> bool:
-        """Return whether a text has what is required. Tokens that are forbidden are skipped."""
+    def accepts(
+        self, tokens: Sequence[int], vocab_size: int, *, skips_forbidden: bool = False
+    ) -> bool:
+        """Return whether a text has a positive weight.
+
+        Args:
+            tokens: The text.
+            vocab_size: Tokens from this id on are skipped.
+            skips_forbidden: Whether tokens after which no text has a positive weight are skipped.
+        """
         needed, transitions = self.min_tokens(vocab_size).tolist(), self.dfa.transitions.tolist()
         known = [token for token in tokens if token < vocab_size]
         state = 0
         for token_class in self.dfa.class_of(torch.tensor(known, dtype=torch.long)).tolist():
             after = transitions[state][token_class]
-            state = after if needed[after] < UNREACHABLE else state
+            if needed[after] < UNREACHABLE or not skips_forbidden:
+                state = after
         return bool(needed[state] == 0)
 
     def minimized(self) -> Self | None:

@@ -237,14 +237,21 @@ class CompiledGoal:
         """Whether a factor requires text."""
         return any(one.lookahead.requires_text for one in self.factors)
 
-    def has_required(self, tokens: Sequence[int]) -> bool:
-        """Return whether a text has all texts that are required."""
+    def is_met(self, tokens: Sequence[int], *, skips_forbidden: bool = False) -> bool:
+        """Return whether a text meets the constraint, if there is one.
+
+        With `skips_forbidden`, whether it has what is required, whatever else it has.
+        """
         automata = [
             one.terms.automaton if isinstance(one, Lookahead) else one.weighted
             for one in (factor.lookahead for factor in self.factors)
         ]
         vocab_size = self.hmm.vocab_size
-        return all(one.has_required(tokens, vocab_size) for one in automata if one is not None)
+        return all(
+            one.accepts(tokens, vocab_size, skips_forbidden=skips_forbidden)
+            for one in automata
+            if one is not None
+        )
 
     @cached_property
     def has_first_only(self) -> bool:
@@ -308,7 +315,8 @@ class Request:
         """The power of the probability that required text comes; None if no text is required."""
         if self.goal is None or not self.goal.requires_text:
             return None
-        return REQUESTED_POWER if self.goal.has_required(self.prompt) else REQUIRED_POWER
+        is_requested = self.goal.is_met(self.prompt, skips_forbidden=True)
+        return REQUESTED_POWER if is_requested else REQUIRED_POWER
 
     def with_goal(self, goal: CompiledGoal) -> "Request":
         """Return the same request for the same goal in another form."""

@@ -222,7 +222,7 @@ class SteeringCore:
                 return
         covered = tokens[: admission.window] if isinstance(admission.window, int) else tokens
         text_tokens = [token for token in covered if token not in request.stop_ids]
-        if request.goal is None or request.goal.has_required(text_tokens):
+        if request.goal is None or request.goal.is_met(text_tokens):
             return
         metrics.UNMET.inc()
         if monotonic() - self._logged > SECONDS_BETWEEN_LOGS:
