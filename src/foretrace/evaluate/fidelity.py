@@ -315,7 +315,7 @@ def _expected_probability(
 
 def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Return the expected products of weights: (K, h)."""
-    table, log_scale = (part[ahead, :, 0] for part in lookahead.tables)
+    table, log_scale, _ = (part[ahead, :, 0] for part in lookahead.tables)
     if lookahead.kind == EapKind.ONE_MINUS:
         return 1 - table
     return table * log_scale.exp().to(table)[:, None]
