@@ -75,6 +75,7 @@ def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
     header = next(iter(suites.values())).kept.header
     sampling = header["sampling"]
     headers = {name: part.kept.header for name, part in suites.items()}
+    options = f"--continuations {sampling['continuations']} --texts {header['texts of a side']}"
     sizes = "; ".join(
         f"{name}: {one['prompts']['count']:,} x {one['sampling']['continuations']}"
         for name, one in headers.items()
@@ -85,7 +86,7 @@ def _introduction(command: str, suites: Mapping[str, SuitePart]) -> list[str]:
         "[plug-ins](../guides/compare.md#plug-ins) in `benchmarks/peers`. One command makes this "
         "page, and continues where it stopped:",
         "",
-        f"```bash\n{command}\n```",
+        f"```bash\n{command} {options}\n```",
         "",
         f"{header['lm']}, an HMM of {header['hmm']['states']:,} states, prompts x continuations "
         f"of {sampling['max_new_tokens']} tokens: {sizes}. Top-p {sampling['top_p']:g}, seed "
