@@ -79,8 +79,8 @@ def test_missing_text_counts_more_unless_the_prompt_has_it(
 ) -> None:
     """The EAP is multiplied by a power of the probability that the text comes, on average."""
     hmm, attribute, remaining = tiny_hmm("dense"), attributes()[name], 4
-    request = Request(plain_goal(hmm, attribute, 64), prompt, remaining + 1)
-    assert request.required_power == power
+    goal = plain_goal(hmm, attribute, 64)
+    assert goal.required_power(prompt) == power
     lookahead = Lookahead(hmm, attribute, 64).with_missing()
     automaton = lookahead.terms.automaton
     assert automaton is not None
@@ -88,7 +88,7 @@ def test_missing_text_counts_more_unless_the_prompt_has_it(
     expected = lookahead.eap(prompt, remaining).log()
     expected += (power - 1) * lookahead.tables.log_missing[remaining, 0, states]
     logits = torch.zeros(1, TOKENS, dtype=torch.float64)
-    steered = steer(hmm, [request], [[]], logits)[0]
+    steered = steer(hmm, [Request(goal, prompt, remaining + 1)], [[]], logits)[0]
     torch.testing.assert_close(steered.softmax(-1), expected.softmax(-1))
 
 
@@ -98,10 +98,45 @@ def test_a_prompt_has_required_text_whatever_else_it_has() -> None:
     goal = plain_goal(hmm, Attribute.contains("aba", SPELLED) & must_not, 8)
     a, b = SPELLED.index(b"a"), SPELLED.index(b"b")
     text = [b, b, TOKENS, a, b, a]
-    assert goal.is_met(text, skips_forbidden=True)
+    assert goal.required_power(text) == REQUESTED_POWER
     assert goal.is_met(text[1:])
     assert not goal.is_met(text)
-    assert not goal.is_met([a, b, b], skips_forbidden=True)
+    assert goal.required_power([a, b, b]) == REQUIRED_POWER
+
+
+@pytest.mark.parametrize(
+    ("prompt", "power"),
+    [
+        ("ab without b.", REQUESTED_POWER),
+        ("b. ab", REQUESTED_POWER),
+        ("ab b", REQUESTED_POWER),
+        (" b", REQUIRED_POWER),
+        ("b.a.b", REQUIRED_POWER),
+        ("b ab.", REQUESTED_POWER),
+    ],
+)
+def test_a_prompt_may_have_forbidden_words(prompt: str, power: float) -> None:
+    """After a forbidden word, every token that ends the word is forbidden."""
+    letters = "ab .without"
+    spelled = [letter.encode() for letter in letters]
+    must, never = (Attribute.contains(text, spelled, whole_word=True) for text in ("ab", "b"))
+    hmm = HMM.random(2, len(letters), seed=0)
+    tokens = [letters.index(letter) for letter in prompt]
+    assert Compiler(hmm, 8).compile(Goal(must & ~never)).required_power(tokens) == power
+
+
+def test_forbidden_words_alone_keep_their_probability() -> None:
+    """A forbidden whole word may become another word, but that is no required text."""
+    spelled = (b"a", b"b", b" ", b".")
+    never = ~Attribute.contains("b", spelled, whole_word=True)
+    hmm = tiny_hmm("dense")
+    goal = Compiler(hmm, 8).compile(Goal(never, 1.0, neutral_end=False))
+    assert goal.requires_text
+    assert goal.required_power([0, 2, 1]) is None
+    request, logits = Request(goal, (0, 2), 4), torch.zeros(1, TOKENS, dtype=torch.float64)
+    expected = Lookahead(hmm, never, 8).eap([0, 2], 3)
+    steered = steer(hmm, [request], [[]], logits)[0].softmax(-1)
+    torch.testing.assert_close(steered, expected / expected.sum())
 
 
 def test_a_sequence_that_cannot_continue_ends() -> None:

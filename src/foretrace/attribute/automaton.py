@@ -230,24 +230,34 @@ class WeightedAutomaton:
         min_tokens = self.min_tokens(vocab_size)
         return bool(((min_tokens > 0) & (min_tokens < UNREACHABLE)).any())
 
-    def accepts(
-        self, tokens: Sequence[int], vocab_size: int, *, skips_forbidden: bool = False
-    ) -> bool:
-        """Return whether a text has a positive weight.
+    def accepts(self, tokens: Sequence[int], vocab_size: int) -> bool:
+        """Return whether a text has a positive weight. Tokens from `vocab_size` on are skipped."""
+        needed, transitions = self.min_tokens(vocab_size).tolist(), self.dfa.transitions.tolist()
+        state = 0
+        for token_class in self._classes(tokens, vocab_size):
+            state = transitions[state][token_class]
+        return bool(needed[state] == 0)
 
-        Args:
-            tokens: The text.
-            vocab_size: Tokens from this id on are skipped.
-            skips_forbidden: Whether tokens after which no text has a positive weight are skipped.
+    def has_required(self, tokens: Sequence[int], vocab_size: int) -> bool:
+        """Return whether a text has what is required, also if it has what is forbidden.
+
+        Forbidden tokens are skipped. If tokens are forbidden only because of those before them, as
+        after a forbidden word, the automaton goes back to the last state that allows them.
         """
         needed, transitions = self.min_tokens(vocab_size).tolist(), self.dfa.transitions.tolist()
+        states = [0]
+        for token_class in self._classes(tokens, vocab_size):
+            if needed[transitions[0][token_class]] >= UNREACHABLE:
+                continue
+            while needed[transitions[states[-1]][token_class]] >= UNREACHABLE:
+                states.pop()
+            states.append(transitions[states[-1]][token_class])
+        return any(needed[state] == 0 for state in states)
+
+    def _classes(self, tokens: Sequence[int], vocab_size: int) -> list[int]:
         known = [token for token in tokens if token < vocab_size]
-        state = 0
-        for token_class in self.dfa.class_of(torch.tensor(known, dtype=torch.long)).tolist():
-            after = transitions[state][token_class]
-            if needed[after] < UNREACHABLE or not skips_forbidden:
-                state = after
-        return bool(needed[state] == 0)
+        classes: list[int] = self.dfa.class_of(torch.tensor(known, dtype=torch.long)).tolist()
+        return classes
 
     def minimized(self) -> Self | None:
         """Return the smallest equivalent automaton; None if all texts have the same weights."""

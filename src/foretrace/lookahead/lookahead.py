@@ -109,7 +109,7 @@ class Lookahead:
         return self
 
     def with_missing(self) -> "Lookahead":
-        """Return a lookahead for steering that brings required text forward where it is needed."""
+        """Return a lookahead that knows how probable it is that required text still comes."""
         tables = with_missing(self.hmm, self.terms, self.tables)
         return Lookahead(self.hmm, self.attribute, self.horizon, tables=tables)
 
@@ -191,7 +191,11 @@ class Lookahead:
         return next(self.log_eap_along(self.predicted(prefix), [0], remaining + 1)).exp_()
 
     def log_eap_along(
-        self, predicted: Tensor, generated: Sequence[int], limit: int
+        self,
+        predicted: Tensor,
+        generated: Sequence[int],
+        limit: int,
+        required_power: float | None = None,
     ) -> Iterator[Tensor]:
         """Compute the log EAP of every next token at each position of a generated text.
 
@@ -199,6 +203,8 @@ class Lookahead:
             predicted: The distribution of the HMM state that emits the first of the tokens, (1, h).
             generated: The generated token ids. The weights of the tokens before a position count.
             limit: The largest number of tokens of the text.
+            required_power: The power of the probability that required text comes, as in steering
+                with `with_missing`; by default 1, which is the EAP.
 
         Yields:
             For each position, the logarithm of the EAP of all tokens there, (V,).
@@ -208,11 +214,12 @@ class Lookahead:
         automaton, seen = self.terms.automaton, set[int]()
         for position, token in enumerate(generated):
             remaining = min(max(0, limit - position - 1), self.horizon)
-            log_eap = self._log_eap(predicted, weights, remaining, state, log_past)
+            log_eap = self._log_eap(predicted, weights, remaining, state, log_past, required_power)
             if first_only is not None and seen:
                 index = torch.tensor(sorted(seen), device=log_eap.device)
                 log_eap[index] -= first_only.to(log_eap)[index]
-            yield log_eap if self.attribute.evidence else log_eap.clamp_max_(0.0)
+            is_probability = not self.attribute.evidence and required_power is None
+            yield log_eap.clamp_max_(0.0) if is_probability else log_eap
             if not 0 <= token < self.hmm.vocab_size:
                 continue
             ids = torch.tensor([token])
@@ -225,17 +232,27 @@ class Lookahead:
                 state = int(automaton.dfa.step(torch.tensor([state]), ids))
 
     def _log_eap(
-        self, predicted: Tensor, weights: Tensor, remaining: int, state: int, log_past: Tensor
+        self,
+        predicted: Tensor,
+        weights: Tensor,
+        remaining: int,
+        state: int,
+        log_past: Tensor,
+        required_power: float | None,
     ) -> Tensor:
         """Compute the log EAP of every next token: (1, h), (K, V), (K,) -> (V,)."""
         if self.terms.automaton is None:
             return self._log_eap_of(predicted, weights, remaining, 0, log_past)
+        added = 0.0 if required_power is None else required_power - 1
         vocabulary = torch.arange(self.hmm.vocab_size)
         next_states = self.terms.automaton.dfa.step(torch.full_like(vocabulary, state), vocabulary)
         next_states = next_states.to(predicted.device)
         log_eap = predicted.new_zeros(self.hmm.vocab_size)
         for target in torch.unique(next_states).tolist():
-            of_target = self._log_eap_of(predicted, weights, remaining, target, log_past)
+            missing = self.tables.log_missing[remaining, :, target].to(log_past.device)
+            of_target = self._log_eap_of(
+                predicted, weights, remaining, target, log_past + added * missing
+            )
             log_eap = torch.where(next_states == target, of_target, log_eap)
         return log_eap
 

@@ -26,7 +26,7 @@ class Tables(NamedTuple):
     values: Tensor  # (horizon + 1, K, Q, h)
     log_scales: Tensor  # (horizon + 1, K, Q) float64
     # How probable it is that required text still comes, in logarithms: (horizon + 1, K, Q) float64.
-    # Steering counts it more or less than once. It is 0 where no text is missing.
+    # Steering counts it more or less than once. It is 0 where no text is missing, or none can come.
     log_missing: Tensor
 
     @property

@@ -33,7 +33,7 @@ class Compiler:
         probe: The probe of the language model, for attributes with a context reward.
         memory: How many bytes of tables to keep. The least recently used are dropped first.
         exact: Whether required text has exactly its probability under the HMM. By default, a power
-            of it brings the text forward, unless the language model itself expects the text.
+            of it brings the text forward, or leaves its place to the LM if the prompt has the text.
 
     Example:
         >>> compiler = ft.Compiler(hmm, horizon=8)

@@ -237,21 +237,33 @@ class CompiledGoal:
         """Whether a factor requires text."""
         return any(one.lookahead.requires_text for one in self.factors)
 
-    def is_met(self, tokens: Sequence[int], *, skips_forbidden: bool = False) -> bool:
-        """Return whether a text meets the constraint, if there is one.
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether steering depends on which tokens the prompt has."""
+        return self.window.after is not None or self.min_tokens > 0
 
-        With `skips_forbidden`, whether it has what is required, whatever else it has.
+    def required_power(self, prompt: Sequence[int]) -> float | None:
+        """Return the power of the probability that required text comes; None if none is required.
+
+        Args:
+            prompt: The token ids of the prompt. The language model expects text that it has.
         """
-        automata = [
+        if not self.min_tokens:
+            return None
+        size = self.hmm.vocab_size
+        is_requested = all(one.has_required(prompt, size) for one in self._automata())
+        return REQUESTED_POWER if is_requested else REQUIRED_POWER
+
+    def is_met(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text meets the constraint, if there is one."""
+        return all(one.accepts(tokens, self.hmm.vocab_size) for one in self._automata())
+
+    def _automata(self) -> list[WeightedAutomaton]:
+        automata = (
             one.terms.automaton if isinstance(one, Lookahead) else one.weighted
             for one in (factor.lookahead for factor in self.factors)
-        ]
-        vocab_size = self.hmm.vocab_size
-        return all(
-            one.accepts(tokens, vocab_size, skips_forbidden=skips_forbidden)
-            for one in automata
-            if one is not None
         )
+        return [one for one in automata if one is not None]
 
     @cached_property
     def has_first_only(self) -> bool:
@@ -279,6 +291,8 @@ class Request:
         limit: The largest number of tokens to generate.
         horizon: The largest number of tokens to look ahead, if less than the goal's horizon.
         stop_ids: Tokens that end the sequence. The HMM's end-of-text tokens are added.
+        required_power: The power of the probability that required text comes; None if none is
+            required. `Steering` finds it when it reads the prompt.
 
     Raises:
         InvalidInputError: If a constraint does not fit into `limit` tokens or into the window.
@@ -296,6 +310,7 @@ class Request:
     limit: int
     horizon: int | None = None
     stop_ids: tuple[int, ...] = ()
+    required_power: float | None = None
 
     def __post_init__(self) -> None:
         if self.goal is None:
@@ -309,14 +324,6 @@ class Request:
                 f"The required texts take {self.goal.min_tokens} tokens at least, but at most "
                 f"{limit} may be generated. Raise the limit, or the goal's window."
             )
-
-    @cached_property
-    def required_power(self) -> float | None:
-        """The power of the probability that required text comes; None if no text is required."""
-        if self.goal is None or not self.goal.requires_text:
-            return None
-        is_requested = self.goal.is_met(self.prompt, skips_forbidden=True)
-        return REQUESTED_POWER if is_requested else REQUIRED_POWER
 
     def with_goal(self, goal: CompiledGoal) -> "Request":
         """Return the same request for the same goal in another form."""

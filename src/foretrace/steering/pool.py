@@ -216,7 +216,9 @@ class TablePool:
     def _copy_lookahead(self, lookahead: Lookahead) -> _Entry:
         values, log_scales, log_missing = lookahead.tables
         reward, context = lookahead.attribute.context, self.context
-        needs = [(self.tables, log_scales.numel()), (self.weights, len(lookahead.terms))]
+        rows = log_scales.numel()
+        needs = [(slab, rows) for slab in (self.tables, self.log_scales, self.log_missing)]
+        needs.append((self.weights, len(lookahead.terms)))
         if reward is not None:
             assert context is not None  # the goal has a probe
             needs += [(context.readers, len(reward)), (context.writers, len(reward))]

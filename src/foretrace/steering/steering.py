@@ -6,7 +6,7 @@ to the device.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import NamedTuple
 
@@ -143,8 +143,8 @@ class Steering:
         """Begin sequences whose token ids are in a tensor.
 
         The filter reads at most the last 128 tokens of a prompt, and all generated tokens. It
-        ignores the tokens of a prompt up to the last end-of-text token. A goal with `after` waits
-        for the device, because the prompt may end with the marker.
+        ignores the tokens of a prompt up to the last end-of-text token. A goal with `after` or with
+        required text waits for the device: the prompt may end with the marker, or have the text.
 
         Args:
             requests: The request of each slot. It replaces the one that the slot had before.
@@ -153,7 +153,20 @@ class Steering:
             lengths: The number of prompt and generated tokens of each, (n,), on the CPU.
         """
         slots = [slot for slot, request in requests.items() if request.goal is not None]
-        self._take(requests)
+        prompts = [
+            tokens[row, :length].tolist() if request.goal and request.goal.reads_prompt else []
+            for row, (request, length) in enumerate(
+                zip(requests.values(), prompt_lengths.tolist(), strict=True)
+            )
+        ]
+        self._take(
+            {
+                slot: replace(request, required_power=request.goal.required_power(prompt))
+                if request.goal
+                else request
+                for (slot, request), prompt in zip(requests.items(), prompts, strict=True)
+            }
+        )
         if not slots:
             return
         self._counts.update(dict.fromkeys(slots, 0))
@@ -161,10 +174,8 @@ class Steering:
         predicted = predict_after(self.hmm, tokens, prompt_lengths)
         for row, (slot, request) in enumerate(requests.items()):
             if request.goal is not None:
-                window, prompt = request.goal.window, list[int]()
-                if window.after is not None:
-                    prompt = tokens[row, : int(prompt_lengths[row])].tolist()
-                begin = 0 if window.begins_after(prompt) else NEVER
+                window = request.goal.window
+                begin = 0 if window.begins_after(prompts[row]) else NEVER
                 end = NEVER if window.length is None else min(NEVER, begin + window.length)
                 self.state.start_(slot, predicted[row], begin, end)
         self._replay(list(requests), tokens, prompt_lengths, lengths)

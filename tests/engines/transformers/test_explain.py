@@ -119,6 +119,26 @@ def test_several_goals_are_explained_as_one_product(tiny_lm: Path, compiler: Com
     assert len(both.expected) == 2
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, [*PROMPT, 9]])
+def test_required_text_adds_up(tiny_lm: Path, hmm: HMM, prompt: list[int]) -> None:
+    """Steering uses a power of its probability, which depends on the prompt."""
+    lm: Any = AutoModelForCausalLM.from_pretrained(tiny_lm, dtype=torch.float32)
+    spelled = [f" {token} ".encode() for token in range(VOCAB)]
+    goal = Goal(Attribute.contains(" 9 ", spelled), neutral_end=False)
+    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "candidates": VOCAB}
+    (choice, *_) = explain(lm, prompt, WRITTEN, [goal], Compiler(hmm, 8), **settings)
+    known = [each for each in choice.candidates if each.token != 0]
+    changes = torch.tensor([each.steered / each.lm for each in known]).log()
+    added = torch.tensor([each.word + each.lookahead for each in known])
+    torch.testing.assert_close(changes - changes[0], added - added[0], atol=2e-3, rtol=1e-3)
+    exact = Compiler(hmm, 8, exact=True)
+    (same, *_) = explain(lm, prompt, WRITTEN, [goal], exact, **settings)
+    for each in same.candidates:
+        (found,) = (one for one in choice.candidates if one.token == each.token)
+        assert found.eap == pytest.approx(each.eap, rel=1e-5)
+        assert each.token == 9 or found.lookahead != pytest.approx(each.lookahead, abs=1e-3)
+
+
 @pytest.mark.parametrize("window", [None, 2])
 def test_words_lookahead_and_context_add_up(tiny_lm: Path, hmm: HMM, window: int | None) -> None:
     """To the change of the logits, which no limit of the price has reduced here."""

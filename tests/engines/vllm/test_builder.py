@@ -92,6 +92,7 @@ def test_a_table_is_that_of_the_conjunction(
     assert isinstance(exact, Lookahead)
     assert torch.equal(found.tables.values, exact.tables.values)
     assert torch.equal(found.tables.log_scales, exact.tables.log_scales)
+    assert torch.equal(found.tables.log_missing, exact.tables.log_missing)
     assert torch.equal(found.token_weights(), exact.token_weights())
 
 

@@ -56,6 +56,8 @@ class FakeRunner:
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros(REQUESTS, 128, dtype=torch.int32))
         self.total_len = SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))
         self.texts = [self.draw(PROMPT) for _ in range(REQUESTS)]
+        if seed:
+            self.texts[2] = TOKENIZER.encode("to ")  # which the goal of this request requires
         self.commit()
 
     def draw(self, count: int) -> list[int]:

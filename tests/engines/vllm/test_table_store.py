@@ -74,6 +74,7 @@ def test_a_table_is_read_as_it_was_built(tmp_path: Path) -> None:
     read = store.lookahead("key", TINY, HORIZON)
     assert torch.equal(read.tables.values, built.tables.values)
     assert torch.equal(read.tables.log_scales, built.tables.log_scales)
+    assert torch.equal(read.tables.log_missing, built.tables.log_missing)
     size = store.size("key")
     assert (size.terms, size.nbytes, size.min_tokens) == (1, table_size(), None)
     assert not size.requires_text

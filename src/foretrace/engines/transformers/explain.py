@@ -35,8 +35,6 @@ class Candidate:
 
     For a goal with evidence, it is the expected exponential of all rewards, divided by its mean
     over the LM's next tokens: above 1, the token is favoured. Outside a goal's window, it is 1.
-    If required text is still missing after the token, it is less than the EAP, unless the compiler
-    is exact.
     """
     steered: float
     """Probability after steering."""
@@ -150,10 +148,12 @@ def _log_eaps(
     written: Sequence[int],
     limit: int,
     lookahead: Lookahead | None = None,
+    required_power: float | None = None,
 ) -> Iterator[Tensor]:
     """Yield the log EAP of every token at each position, (V,); 0 outside the goal's window.
 
-    By default, the lookahead is the one of the goal's first factor.
+    By default, the lookahead is the one of the goal's first factor. With the power, it is what
+    steering uses.
     """
     hmm, lookahead = goal.hmm, lookahead or _lookahead(goal.factors[0])
     span = goal.window.span(prompt, written) or slice(len(written), None)
@@ -166,7 +166,9 @@ def _log_eaps(
             ids = torch.tensor([token], device=hmm.device)
             predicted = inference.step(hmm, predicted, ids).predicted
     length = limit if span.stop is None else min(limit, span.stop)
-    yield from lookahead.log_eap_along(predicted, written[begin:end], length - begin)
+    yield from lookahead.log_eap_along(
+        predicted, written[begin:end], length - begin, required_power
+    )
     yield from itertools.repeat(outside, len(written) - end)
 
 
@@ -179,8 +181,9 @@ class _LogitParts:
         self.size = goal.hmm.vocab_size
         lookaheads = [_lookahead(factor) for factor in goal.factors]
         self.transforms = [factor.transform for factor in goal.factors]
+        power = goal.required_power(prompt)
         self.whole, self.words = (
-            [_log_eaps(goal, prompt, written, limit, one) for one in of_factors]
+            [_log_eaps(goal, prompt, written, limit, one, power) for one in of_factors]
             for of_factors in (lookaheads, map(_of_words, lookaheads))
         )
         self.pool = None if goal.probe is None else ContextPool(goal.probe, goal.hmm)

@@ -34,7 +34,7 @@ from foretrace.steering.markers import CompiledMarker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6  # of the tables: others are not read
+VERSION = 7  # of the tables: others are not read
 ATTRIBUTE_MEMORY = (
     256 << 20
 )  # bytes of attributes that are kept, with the strengths of their levels
