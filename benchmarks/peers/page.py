@@ -46,6 +46,8 @@ class SuitePart(NamedTuple):
     file: Path
     """The file of the kept texts, in the folder `GENERATIONS` of the page."""
     scored: Scored
+    not_run: tuple[str, ...]
+    """The methods of the suite that have no texts."""
 
     @property
     def made(self) -> list[Made]:
@@ -146,6 +148,7 @@ def _suite_section(name: str, part: SuitePart, folder: Path) -> list[str]:
         "",
         *_method_table(part),
         "",
+        *([f"Not run: {'; '.join(part.not_run)}.", ""] if part.not_run else []),
         f"![{', '.join(labels.values())} against perplexity, excess and price]({image.name})",
         "",
         *judges_and_summary(part.scored),

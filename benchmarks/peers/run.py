@@ -146,8 +146,9 @@ def write(pages: Path, suites: Path = FOLDER) -> Path:
         file = pages / GENERATIONS / f"{name}{ENDING}"
         if file.is_file():
             kept = KeptTexts.read(file)
-            scored = compare_methods(kept, load_suite(suites / f"{name}.yaml"))
-            parts[name] = SuitePart(kept, file, scored)
+            suite = load_suite(suites / f"{name}.yaml")
+            not_run = tuple(method for method in suite.methods if method not in kept.methods)
+            parts[name] = SuitePart(kept, file, compare_methods(kept, suite), not_run)
     return write_page(pages, ENVIRONMENT + COMMAND, parts)
 
 
