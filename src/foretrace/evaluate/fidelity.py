@@ -315,10 +315,10 @@ def _expected_probability(
 
 def _expected_products(lookahead: Lookahead, ahead: int) -> torch.Tensor:
     """Return the expected products of weights: (K, h)."""
-    table, log_scale, _ = (part[ahead, :, 0] for part in lookahead.tables)
+    table = lookahead.tables.values[ahead, :, 0]
     if lookahead.kind == EapKind.ONE_MINUS:
         return 1 - table
-    return table * log_scale.exp().to(table)[:, None]
+    return table * lookahead.tables.log_scales[ahead, :, 0].exp().to(table)[:, None]
 
 
 @torch.inference_mode()

@@ -241,23 +241,26 @@ class Lookahead:
         required_power: float | None,
     ) -> Tensor:
         """Compute the log EAP of every next token: (1, h), (K, V), (K,) -> (V,)."""
-        if self.terms.automaton is None:
-            return self._log_eap_of(predicted, weights, remaining, 0, log_past)
         added = 0.0 if required_power is None else required_power - 1
+        if self.terms.automaton is None:
+            return self._log_eap_of(predicted, weights, remaining, 0, log_past, added)
         vocabulary = torch.arange(self.hmm.vocab_size)
         next_states = self.terms.automaton.dfa.step(torch.full_like(vocabulary, state), vocabulary)
         next_states = next_states.to(predicted.device)
         log_eap = predicted.new_zeros(self.hmm.vocab_size)
         for target in torch.unique(next_states).tolist():
-            missing = self.tables.log_missing[remaining, :, target].to(log_past.device)
-            of_target = self._log_eap_of(
-                predicted, weights, remaining, target, log_past + added * missing
-            )
+            of_target = self._log_eap_of(predicted, weights, remaining, target, log_past, added)
             log_eap = torch.where(next_states == target, of_target, log_eap)
         return log_eap
 
     def _log_eap_of(
-        self, predicted: Tensor, weights: Tensor, remaining: int, target: int, log_past: Tensor
+        self,
+        predicted: Tensor,
+        weights: Tensor,
+        remaining: int,
+        target: int,
+        log_past: Tensor,
+        added_power: float,
     ) -> Tensor:
         """Compute the log EAP as if every next token led to one automaton state: (V,)."""
         count = len(self.terms)
@@ -266,7 +269,8 @@ class Lookahead:
         coefficients = self.terms.coefficients.to(predicted.device)
         is_single = self.kind == EapKind.LOGARITHMIC
         log_coefficients = coefficients.log() if is_single else torch.zeros_like(coefficients)
-        values, log_scales, _ = (part[remaining, :, target] for part in self.tables)
+        values, log_scales, log_missing = (part[remaining, :, target] for part in self.tables)
+        log_scales = log_scales + added_power * log_missing
         terms = scale_terms(
             [group],
             goals,

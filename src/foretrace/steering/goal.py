@@ -237,11 +237,6 @@ class CompiledGoal:
         """Whether a factor requires text."""
         return any(one.lookahead.requires_text for one in self.factors)
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether steering depends on which tokens the prompt has."""
-        return self.window.after is not None or self.min_tokens > 0
-
     def required_power(self, prompt: Sequence[int]) -> float | None:
         """Return the power of the probability that required text comes; None if none is required.
 
@@ -324,6 +319,17 @@ class Request:
                 f"The required texts take {self.goal.min_tokens} tokens at least, but at most "
                 f"{limit} may be generated. Raise the limit, or the goal's window."
             )
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether steering depends on which tokens the prompt has."""
+        goal = self.goal
+        return goal is not None and (goal.window.after is not None or goal.min_tokens > 0)
+
+    def with_prompt(self, prompt: Sequence[int]) -> "Request":
+        """Return the same request with the power that its goal has after a prompt."""
+        power = None if self.goal is None else self.goal.required_power(prompt)
+        return replace(self, required_power=power)
 
     def with_goal(self, goal: CompiledGoal) -> "Request":
         """Return the same request for the same goal in another form."""

@@ -6,7 +6,7 @@ to the device.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
 
@@ -153,20 +153,13 @@ class Steering:
             lengths: The number of prompt and generated tokens of each, (n,), on the CPU.
         """
         slots = [slot for slot, request in requests.items() if request.goal is not None]
-        prompts = [
-            tokens[row, :length].tolist() if request.goal and request.goal.reads_prompt else []
-            for row, (request, length) in enumerate(
-                zip(requests.values(), prompt_lengths.tolist(), strict=True)
+        prompts = {
+            slot: tokens[row, :length].tolist() if request.reads_prompt else []
+            for row, ((slot, request), length) in enumerate(
+                zip(requests.items(), prompt_lengths.tolist(), strict=True)
             )
-        ]
-        self._take(
-            {
-                slot: replace(request, required_power=request.goal.required_power(prompt))
-                if request.goal
-                else request
-                for (slot, request), prompt in zip(requests.items(), prompts, strict=True)
-            }
-        )
+        }
+        self._take({slot: one.with_prompt(prompts[slot]) for slot, one in requests.items()})
         if not slots:
             return
         self._counts.update(dict.fromkeys(slots, 0))
@@ -175,7 +168,7 @@ class Steering:
         for row, (slot, request) in enumerate(requests.items()):
             if request.goal is not None:
                 window = request.goal.window
-                begin = 0 if window.begins_after(prompts[row]) else NEVER
+                begin = 0 if window.begins_after(prompts[slot]) else NEVER
                 end = NEVER if window.length is None else min(NEVER, begin + window.length)
                 self.state.start_(slot, predicted[row], begin, end)
         self._replay(list(requests), tokens, prompt_lengths, lengths)
