@@ -90,8 +90,8 @@ def main() -> None:
     report.publish(args.json)
 
 
-class Answer(NamedTuple):
-    """The answer to a question: by the LM as it is, then toward each goal."""
+class Answers(NamedTuple):
+    """Answers to a question, of the LM as it is and toward each goal; or of one to many."""
 
     right: list[bool]
     """Whether the right option has the highest probability."""
@@ -100,18 +100,10 @@ class Answer(NamedTuple):
     prices: list[float]
     """The KL divergence of the answer's first token from the bare LM's, in nats."""
 
-
-class Answered(NamedTuple):
-    """The answers of a method to all questions."""
-
-    right: list[bool]
-    nats: list[float]
-    prices: list[float]
-
     @classmethod
-    def collect(cls, answers: Sequence[Answer], row: int = 0) -> Self:
-        """Collect one row of all answers."""
-        return cls(*([column[row] for column in columns] for columns in zip(*answers, strict=True)))
+    def collect(cls, asked: Sequence["Answers"], row: int = 0) -> Self:
+        """Collect one row of the answers to all questions."""
+        return cls(*([column[row] for column in columns] for columns in zip(*asked, strict=True)))
 
 
 def measure_answers(small: SmallLM, size: Size, report: Report) -> None:
@@ -123,15 +115,15 @@ def measure_answers(small: SmallLM, size: Size, report: Report) -> None:
         for level in BUDGETS
     }
 
-    def steered(question: Question) -> Answer:
+    def steered(question: Question) -> Answers:
         scores = score_options(small, question, list(goals.values()))
         return to_answer(scores, scores.first[:1])
 
     answers = ask("steered", asked, steered, [goal_checksum(goal) for goal in goals.values()])
-    bare = Answered.collect(answers)
+    bare = Answers.collect(answers)
     add_bare(report, asked, bare)
     for row, name in enumerate(goals, 1):
-        add_method(report, name, Answered.collect(answers, row), bare)
+        add_method(report, name, Answers.collect(answers, row), bare)
     measure_peers(small, size, asked[:: size.peers_every], report)
 
 
@@ -139,29 +131,29 @@ def measure_peers(small: SmallLM, size: Size, asked: Sequence[Question], report:
     """Measure the same after an instruction, and with control vectors."""
     scores = {question.prompt: score_options(small, question, []) for question in asked}
     first = {prompt: one.first for prompt, one in scores.items()}  # prices are relative to it
-    bare = Answered.collect([to_answer(one, one.first) for one in scores.values()])
+    bare = Answers.collect([to_answer(one, one.first) for one in scores.values()])
     for name in size.attributes:
         suite = load_suite(PEERS / f"{SUITES[name]}.yaml")
         instruction = str(suite.methods["prompting"].instruction)
         answer = partial(answer_after, small, first, template=instruction)
         prompted = ask(f"{name}, prompting", asked, answer, instruction)
-        add_method(report, f"{name}, prompting", Answered.collect(prompted), bare)
+        add_method(report, f"{name}, prompting", Answers.collect(prompted), bare)
     for name, plugin in control(small, size):
         with plugin.active():
             controlled = ask(name, asked, partial(answer_after, small, first), plugin.identity)
-        add_method(report, name, Answered.collect(controlled), bare)
+        add_method(report, name, Answers.collect(controlled), bare)
 
 
 def ask(
     name: str,
     asked: Sequence[Question],
-    answer: Callable[[Question], Answer],
+    answer: Callable[[Question], Answers],
     settings: object,
-) -> list[Answer]:
+) -> list[Answers]:
     """Return the answers to questions, from the file of a method or given now."""
     inputs = inputs_identity([question.prompt for question in asked], settings)
     file = Path(os.environ["FORETRACE_RESULTS"]) / f"{name}-{inputs[:16]}.jsonl"
-    known = {row.pop("question"): Answer(**row) for row in read_lines(file)}
+    known = {row.pop("question"): Answers(**row) for row in read_lines(file)}
     for question in asked:
         if question.prompt not in known:
             known[question.prompt] = answer(question)
@@ -174,7 +166,7 @@ def answer_after(
     first: Mapping[str, Tensor],
     question: Question,
     template: str = "{prompt}",
-) -> Answer:
+) -> Answers:
     """Answer a question in a template, by the LM as it is now."""
     return to_answer(score_options(small, question, [], template), first[question.prompt])
 
@@ -188,9 +180,9 @@ def score_options(
     return score_texts(small.lm, goals, prompt, texts, ends=small.ends, limit=HORIZON)
 
 
-def to_answer(scores: TextScores, first: Tensor) -> Answer:
+def to_answer(scores: TextScores, first: Tensor) -> Answers:
     """Return what an answer is judged by; `first` has the bare LM's first tokens."""
-    return Answer(
+    return Answers(
         [is_right(options) for options in scores.texts],
         scores.texts[:, 0].tolist(),
         [float(prices(first, row[None])) for row in scores.first],
@@ -202,7 +194,7 @@ def is_right(options: Tensor) -> bool:
     return bool((options[0] > options[1:]).all())
 
 
-def add_bare(report: Report, asked: Sequence[Question], bare: Answered) -> None:
+def add_bare(report: Report, asked: Sequence[Question], bare: Answers) -> None:
     """Report the accuracy of the bare LM, on all questions and on each kind."""
     for kind in ("all", *dict.fromkeys(question.kind for question in asked)):
         rows = [
@@ -214,7 +206,7 @@ def add_bare(report: Report, asked: Sequence[Question], bare: Answered) -> None:
         report.add(f"bare: accuracy, {kind} ({len(rows)})", value, "", interval=bounds)
 
 
-def add_method(report: Report, name: str, method: Answered, bare: Answered) -> None:
+def add_method(report: Report, name: str, method: Answers, bare: Answers) -> None:
     """Report the accuracy of a method, and its paired differences from the bare LM."""
     right, bare_right = (
         mean_score([[float(is_so)] for is_so in one.right]) for one in (method, bare)

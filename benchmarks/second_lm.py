@@ -54,16 +54,16 @@ from harness import Report, options
 from int8 import quantise
 from peers.control_vectors import VECTOR, build, train_vector
 from peers.parts import part
-from peers.sides import read_sides
+from peers.sides import Sides, read_sides
 from smollm2 import dequantise, find_smollm2
 
 TRAIN, PROMPTS = "sentiment/sst2_train.jsonl.xz", "sentiment/prompts.jsonl.xz"
 CALIBRATION = "detox/train_prompts.jsonl.xz"
 TOP_P = 0.9
 LEVELS = {name: BUDGETS[name] for name in ("medium", "strong")}
-COEFFICIENTS = 0.2, 0.4
+COEFFICIENTS = 0.1, 0.2
 WRITTEN = ", written"  # the end of an attribute's name that is fitted to texts of an LM
-NAMES = "positive", "positive" + WRITTEN, "formal" + WRITTEN, "sea" + WRITTEN
+NAMES = "positive", "sea" + WRITTEN, "positive" + WRITTEN, "formal" + WRITTEN
 
 
 class Sizes(NamedTuple):
@@ -240,16 +240,24 @@ class SecondLM:
         """Return the context in which a control vector is added."""
         if coefficient is None:
             return nullcontext()
-        sides = read_sides(AttributePlan(TRAIN, score="positive"), self.data)
         os.environ["FORETRACE_RESULTS"] = str(self.out)
         file = part(name, VECTOR)
         if not file.exists():
             with self.timed(f"{name}: control vector"):
-                train_vector(self.lm, self.tokenizer, sides, file, self.sizes.pairs)
-        depth = self.lm.config.num_hidden_layers
-        layers = depth // 3, 2 * depth // 3
-        one = build(self.lm, self.tokenizer, attribute=name, coefficient=coefficient, layers=layers)
+                sides, pairs = self._sides(name), self.sizes.pairs
+                train_vector(self.lm, self.tokenizer, sides, file, pairs)
+        one = build(self.lm, self.tokenizer, attribute=name, coefficient=coefficient)
         return one.active()
+
+    def _sides(self, name: str) -> Sides:
+        """Return the texts that an attribute is fitted to, by side."""
+        if not name.endswith(WRITTEN):
+            return read_sides(AttributePlan(TRAIN, score="positive"), self.data)
+        rows = self.write(name)
+        return Sides(
+            [row["text"] for row in rows if row["score"]],
+            [row["text"] for row in rows if not row["score"]],
+        )
 
     def generate(self, name: str, label: str, method: Method) -> list[dict[str, Any]]:
         """Continue the prompts, except those that the file already has."""
@@ -335,7 +343,7 @@ def methods_of(name: str) -> dict[str, Method]:
     instruction = description_of(name).prompt + "\n\n{prompt}"
     vectors = {f"control vector, {one:g}": Method(coefficient=one) for one in COEFFICIENTS}
     others = {"prompting": Method(instruction=instruction)}
-    return {**steered, **others, **(vectors if name == "positive" else {})}
+    return {**steered, **others, **vectors}
 
 
 def description_of(name: str) -> Description:
@@ -411,7 +419,7 @@ def main() -> None:
             second = SecondLM(source, data, out, Sizes())
         second.out.mkdir(parents=True, exist_ok=True)
         if args.quick:
-            measure(report, second, NAMES[1], labels=("bare", "strong"))
+            measure(report, second, "positive" + WRITTEN, labels=("bare", "strong"))
         else:
             for name in NAMES:
                 measure(report, second, name)
