@@ -78,13 +78,13 @@ class KeptTexts:
         return cls(suite, {**header, "prompts": source}, methods)
 
     def judged(self, scores: Mapping[str, Mapping[str, Scores]]) -> Self:
-        """Return a copy with scores, by judge and method."""
+        """Return a copy with more scores, by judge and method."""
         methods = {
             name: replace(
                 method,
                 scores=[
-                    {judge: _rounded(rows[name][index]) for judge, rows in scores.items()}
-                    for index in range(len(method.texts))
+                    known | {judge: _rounded(rows[name][index]) for judge, rows in scores.items()}
+                    for index, known in enumerate(method.scores or [{}] * len(method.texts))
                 ],
             )
             for name, method in self.methods.items()

@@ -24,7 +24,7 @@ from peers.figure import draw_costs
 from peers.judges import ABOUT
 from peers.kept import KeptTexts
 from peers.parts import COMMAND, checksum
-from peers.scores import Scored
+from peers.scores import OWN, Scored
 from peers.sizes import ATTRIBUTES, Serving, Sizes, serving_needs
 
 GENERATIONS = "generations"
@@ -158,8 +158,9 @@ def _suite_section(name: str, part: SuitePart, folder: Path) -> list[str]:
 def judges_and_summary(scored: Scored) -> list[str]:
     """Build the tables that depend on the judges."""
     measured = scored.measured
-    parts = _judge_table(scored), _summary_table(measured), _curve_table(measured), _words(measured)
-    return [line for part in parts for line in (*part, "")][:-1]
+    parts = [_judge_table(scored), _summary_table(measured), _curve_table(measured)]
+    parts += [] if scored.own is None else [_own_table(scored.own)]
+    return [line for part in (*parts, _words(measured)) for line in (*part, "")][:-1]
 
 
 def _figure_name(part: SuitePart, judge: str) -> str:
@@ -234,6 +235,24 @@ def _curve_table(measured: Measured) -> list[str]:
             for cost in COSTS
         ]
         lines.append(table_row(curve, *map(_format_comparison, found)))
+    return lines
+
+
+def _own_table(own: Measured) -> list[str]:
+    """Build the table of what foretrace's attribute says of the texts of all methods."""
+    lines = [
+        "The probability of foretrace's own attribute, by which it steers and by which best of n "
+        "chooses. Where foretrace is ahead by it, but not by the judges, its limit is what the "
+        "attribute sees in a text, and not the decoding.",
+        "",
+        *table_head(
+            "method", "attribute's probability", "foretrace minus the method, at equal excess"
+        ),
+    ]
+    for name in (*own.points, *own.rivals):
+        mean = format_figure(metrics.interval(own.judges[OWN][name])._asdict())
+        compared = "" if name in own.points else _format_comparison(own.compare(OWN, EXCESS, name))
+        lines.append(table_row(name, mean, compared))
     return lines
 
 

@@ -25,6 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
+from transformers import AutoTokenizer
+
 from evaluation import EXAMPLE, ROOT, run_suite
 from foretrace.attribute import Attribute
 from foretrace.cli.terminal import ProgressBars
@@ -33,7 +35,7 @@ from foretrace.hmm import HMM
 from peers.kept import ENDING, KeptTexts
 from peers.page import GENERATIONS, SuitePart, judges_and_summary, write_page
 from peers.parts import COMMAND, part
-from peers.scores import compare_methods, judge_texts
+from peers.scores import compare_methods, judge_texts, score_by_attribute
 from peers.sides import MOST_TEXTS
 from peers.sizes import measure_sizes
 from peers.train import ATTRIBUTE, Workshop, list_made
@@ -131,6 +133,8 @@ def run(
     made = [one._asdict() for one in list_made(attribute_of(suite))]
     facts = {"made": made, "texts of a side": workshop.most_texts, "skip": suite.skip}
     facts |= serving_facts(workshop, suite)
+    attribute = Attribute.load(out / ATTRIBUTES / f"{attribute_of(suite)}.safetensors")
+    kept = score_by_attribute(kept, attribute, AutoTokenizer.from_pretrained(workshop.lm))
     judge_texts(kept, suite).record(**facts).write(pages / GENERATIONS)
 
 

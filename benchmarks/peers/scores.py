@@ -2,13 +2,18 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretrace.attribute import Attribute
+from foretrace.evaluate import metrics
 from foretrace.evaluate.scoring import Scorer
 from foretrace.evaluate.suite import Suite
 from peers.comparisons import Agreement, Measured, agreement, measure
 from peers.kept import KeptTexts
+
+OWN = "foretrace's attribute"  # the name of its scores beside those of the judges
 
 
 class Scored(NamedTuple):
@@ -19,6 +24,8 @@ class Scored(NamedTuple):
     """The agreement of every judge with reference scores."""
     agreement: Agreement
     """The agreement of both judges."""
+    own: Measured | None
+    """The same with the attribute in place of the judges, if the texts have its scores."""
 
 
 def judge_texts(kept: KeptTexts, suite: Suite) -> KeptTexts:
@@ -44,6 +51,20 @@ def judge_texts(kept: KeptTexts, suite: Suite) -> KeptTexts:
     return kept.judged(scores).record(judges=judges)
 
 
+def score_by_attribute(kept: KeptTexts, attribute: Attribute, tokenizer: Any) -> KeptTexts:
+    """Return texts with the probabilities of foretrace's own attribute."""
+    scores = {}
+    for name, method in kept.methods.items():
+        flat = [text for row in method.texts for text in row]
+        found = attribute.probability([tokenizer(text).input_ids for text in flat])
+        each = iter(zip(flat, found.tolist(), strict=True))
+        scores[name] = [
+            [value if text.strip() else None for text, value in (next(each) for _ in row)]
+            for row in method.texts
+        ]
+    return kept.judged({OWN: scores})
+
+
 def compare_methods(kept: KeptTexts, suite: Suite) -> Scored:
     """Measure and compare judged texts."""
     scores = {
@@ -51,4 +72,8 @@ def compare_methods(kept: KeptTexts, suite: Suite) -> Scored:
         for judge in kept.header["judges"]
     }
     measured = measure(kept, scores, suite.judges)
-    return Scored(measured, kept.header["judges"], agreement(scores, measured))
+    own = None
+    if all(OWN in row for method in kept.methods.values() for row in method.scores):
+        means = {name: metrics.mean_score(one.scores_by(OWN)) for name, one in kept.methods.items()}
+        own = replace(measured, judges={OWN: means})
+    return Scored(measured, kept.header["judges"], agreement(scores, measured), own)

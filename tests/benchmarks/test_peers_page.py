@@ -27,7 +27,7 @@ from peers.kept import KeptMethod, KeptTexts
 from peers.page import Made
 from peers.parts import checksum
 from peers.run import FOLDER, write
-from peers.scores import Scored, compare_methods
+from peers.scores import OWN, Scored, compare_methods
 from peers.sizes import Sizes, serving_needs
 
 VARIANTS = ["prompting + foretrace", "control vector + foretrace", "DExperts without filter"]
@@ -140,7 +140,9 @@ def judged(kept: KeptTexts) -> KeptTexts:
         }
         for scale, judge in enumerate(JUDGES, 1)
     }
-    return kept.judged(scores).record(judges=dict.fromkeys(JUDGES, FACTS_OF_JUDGE))
+    own = {name: [[1 - score, None]] * 3 for name, (_, score, _) in METHODS.items()}
+    kept = kept.judged({OWN: own}).judged(scores)
+    return kept.record(judges=dict.fromkeys(JUDGES, FACTS_OF_JUDGE))
 
 
 def scored(kept: KeptTexts) -> Scored:
@@ -207,6 +209,8 @@ def test_the_page_has_every_part(kept: KeptTexts, tmp_path: Path) -> None:
     assert "at most 5,000 texts of a side" in text
     assert "The first 200 prompts are left out" in text
     assert "| DExperts | **ahead** -0.100 [-0.100, -0.100] | " in text
+    assert "| best of 4 | 0.8 [0.8, 0.8] | **behind**\u2020 -0.100 [-0.100, -0.100] |" in text
+    assert "| bare | 0.3 [0.3, 0.3] |  |" in text
     assert "- **GeDi**: " in text
     image = tmp_path / "peers-detox-hard.png"
     assert image.read_bytes().startswith(b"\x89PNG")
