@@ -342,7 +342,10 @@ def methods_of(name: str) -> dict[str, Method]:
         return steered
     instruction = description_of(name).prompt + "\n\n{prompt}"
     vectors = {f"control vector, {one:g}": Method(coefficient=one) for one in COEFFICIENTS}
-    others = {"prompting": Method(instruction=instruction)}
+    others = {
+        "prompting": Method(instruction=instruction),
+        "prompting + strong": Method("strong", instruction),
+    }
     return {**steered, **others, **vectors}
 
 
