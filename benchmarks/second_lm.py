@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
     pairs: int = 100  # of texts that a control vector is trained on
 
 
-QUICK = Sizes(20, 4, 2, 2, 2, 2, 6, 8)
+QUICK = Sizes(32, 4, 2, 2, 2, 2, 6, 8)
 
 
 class Method(NamedTuple):
