@@ -54,6 +54,7 @@ from harness import Report, options
 from int8 import quantise
 from peers.control_vectors import VECTOR, build, train_vector
 from peers.parts import part
+from peers.scores import score_rows
 from peers.sides import Sides, read_sides
 from smollm2 import dequantise, find_smollm2
 
@@ -389,7 +390,7 @@ def measure(
         rows = second.generate(name, label, methods[label])
         texts, counts = [row["texts"] for row in rows], [row["tokens"] for row in rows]
         figures = {
-            figure: metrics.mean_score(scores(judge, texts)) for figure, judge in judges.items()
+            figure: metrics.mean_score(score_rows(judge, texts)) for figure, judge in judges.items()
         }
         figures["perplexity"] = metrics.perplexity([row["losses"] for row in rows])
         figures["price"] = metrics.price([row["prices"] for row in rows], counts)
@@ -401,13 +402,6 @@ def measure(
             report.add(f"{title}, {label}: {figure}", value, "", interval=interval)
         seconds = sum(row["seconds"] for row in rows)
         report.add(f"{title}, {label}: tokens per second", sum(map(sum, counts)) / seconds, "")
-
-
-def scores(judge: Any, texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
-    """Score all texts that are not blank, at once."""
-    flat = [text for row in texts for text in row if text.strip()]
-    judged = iter(judge(flat))
-    return [[float(next(judged)) if text.strip() else None for text in row] for row in texts]
 
 
 def main() -> None:

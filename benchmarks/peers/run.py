@@ -133,7 +133,7 @@ def run(
     made = [one._asdict() for one in list_made(attribute_of(suite))]
     facts = {"made": made, "texts of a side": workshop.most_texts, "skip": suite.skip}
     facts |= serving_facts(workshop, suite)
-    attribute = Attribute.load(out / ATTRIBUTES / f"{attribute_of(suite)}.safetensors")
+    attribute = Attribute.load(part(attribute_of(suite), ATTRIBUTE))
     kept = score_by_attribute(kept, attribute, AutoTokenizer.from_pretrained(workshop.lm))
     judge_texts(kept, suite).record(**facts).write(pages / GENERATIONS)
 

@@ -1,7 +1,7 @@
 """Judge the texts of a suite, and read how well its judges agree with reference scores."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,16 +53,23 @@ def judge_texts(kept: KeptTexts, suite: Suite) -> KeptTexts:
 
 def score_by_attribute(kept: KeptTexts, attribute: Attribute, tokenizer: Any) -> KeptTexts:
     """Return texts with the probabilities of foretrace's own attribute."""
-    scores = {}
-    for name, method in kept.methods.items():
-        flat = [text for row in method.texts for text in row]
-        found = attribute.probability([tokenizer(text).input_ids for text in flat])
-        each = iter(zip(flat, found.tolist(), strict=True))
-        scores[name] = [
-            [value if text.strip() else None for text, value in (next(each) for _ in row)]
-            for row in method.texts
-        ]
+
+    def probabilities(texts: Sequence[str]) -> list[float]:
+        # Continuations, which may begin within a word: unlike whole texts, they get no space.
+        found = attribute.probability([tokenizer(text).input_ids for text in texts])
+        return [float(one) for one in found]
+
+    scores = {name: score_rows(probabilities, one.texts) for name, one in kept.methods.items()}
     return kept.judged({OWN: scores})
+
+
+def score_rows(
+    judge: Callable[[Sequence[str]], Sequence[float]], texts: Sequence[Sequence[str]]
+) -> list[list[float | None]]:
+    """Score all texts that are not blank, at once; a blank text has no score."""
+    flat = [text for row in texts for text in row if text.strip()]
+    judged = iter(judge(flat))
+    return [[float(next(judged)) if text.strip() else None for text in row] for row in texts]
 
 
 def compare_methods(kept: KeptTexts, suite: Suite) -> Scored:
